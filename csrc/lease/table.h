@@ -1,0 +1,117 @@
+// P's half of the lease protocol: publishes leases in the index table, reads the decodes' ledgers, ends leases.
+//
+// Owns the index table's memfd and one memfd per ledger. See protocol.h for the argument, layout.h for the bytes.
+// Threading: publish, sweep and rows by one thread (the scheduler's); add_ledger and drop_ledger by any. A mutex inside
+// keeps those apart; it is held for memory accesses only, never for system calls that wait.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "lease/protocol.h"
+#include "lease/segment.h"
+
+namespace mc2::lease {
+
+struct LeaseId {
+    std::uint32_t slot;
+    std::uint32_t generation;
+    friend bool operator==(const LeaseId&, const LeaseId&) = default;
+};
+
+struct Offer {
+    Token token;
+    Digest digest;
+    std::uint64_t num_tokens;
+    std::span<const std::uint32_t> block_ids;
+    std::chrono::duration<double> timeout;  // an offer that nobody claims ends after it
+};
+
+struct EndedLease {
+    LeaseId id;
+    Verdict reason;  // never kKeep
+};
+
+struct LeaseRow {
+    LeaseId id;
+    SlotState state;
+    std::uint64_t num_tokens;
+    std::uint64_t num_blocks;
+    std::uint64_t claims;
+    std::uint64_t releases;  // those of dropped ledgers included
+    std::chrono::duration<double> age;
+};
+
+struct LedgerHandle {
+    std::uint64_t id;
+    int fd;  // borrowed until the ledger is dropped
+};
+
+class LeaseTable {
+   public:
+    // Throws std::invalid_argument when the table would exceed kMaxSegmentBytes.
+    LeaseTable(std::size_t num_slots, std::size_t max_blocks);
+
+    // None when no slot is free. The caller keeps the blocks pinned until sweep() reports the end.
+    std::optional<LeaseId> publish(const Offer& offer);
+    // Leases that ended now; nobody reads their blocks any more.
+    std::vector<EndedLease> sweep();
+    [[nodiscard]] std::vector<LeaseRow> rows() const;
+
+    LedgerHandle add_ledger();
+    // The decode is gone or has promised to read no block any more. Throws std::invalid_argument for an unknown id.
+    void drop_ledger(std::uint64_t id);
+
+    // Idempotent; every other call throws std::invalid_argument afterwards. Decodes keep what they mapped.
+    void close();
+
+    [[nodiscard]] int fd() const;
+    [[nodiscard]] std::size_t num_slots() const { return geometry_.num_slots; }
+    [[nodiscard]] std::size_t max_blocks() const { return geometry_.max_blocks; }
+    [[nodiscard]] std::size_t num_active() const;
+
+   private:
+    friend struct TestAccess;
+
+    using Clock = std::chrono::steady_clock;
+
+    struct Lease {
+        std::uint32_t generation = 0;
+        SlotState state = SlotState::kFree;  // what the state word says; P is its only writer
+        std::uint64_t num_tokens = 0;
+        std::uint64_t num_blocks = 0;
+        Clock::time_point published;
+        std::chrono::duration<double> timeout{};
+        Counts dropped;  // from ledgers that are no more
+    };
+    struct Ledger {
+        NewSegment segment;
+        Words words;
+    };
+
+    void require_open() const;
+    void check(const Offer& offer) const;
+    void write_payload(std::size_t slot, const Offer& offer) const;
+    void set_state(std::size_t slot, SlotState state);
+    [[nodiscard]] Counts look(std::size_t slot) const;
+    Verdict decide(std::size_t slot, Clock::time_point now);
+    void keep(std::size_t slot, const Counts& counts);
+
+    mutable std::mutex mutex_;  // guards everything below
+    Geometry geometry_;
+    NewSegment segment_;
+    Words words_;
+    std::vector<Lease> leases_;          // by slot
+    std::vector<std::uint32_t> free_;    // slots
+    std::vector<std::uint32_t> active_;  // slots, in no order
+    std::map<std::uint64_t, Ledger> ledgers_;
+    std::uint64_t next_ledger_id_ = 1;
+};
+
+}  // namespace mc2::lease

@@ -1,0 +1,227 @@
+"""Unix stream sockets between peers of one user on one host: frames, descriptors, credentials, death.
+
+* Sockets live in a directory of mode 0700 that belongs to us; a file name is an incarnation or a random id.
+* Both sides check the other's uid with ``SO_PEERCRED`` (unix(7)) before a byte is read.
+* A frame is a 4-byte little-endian length and a payload of at most ``MAX_FRAME_BYTES``.
+* Descriptors come with the first byte of a frame (``SCM_RIGHTS``); a truncated ancillary list is an error, since the
+  kernel drops descriptors silently when the receiver may not open more.
+* Every wait has a deadline.
+
+A :class:`Channel` belongs to one thread at a time.
+"""
+
+import array
+import contextlib
+import errno
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from vllm_mc2 import protocol
+from vllm_mc2.errors import ConfigError, PeerUnreachableError, ProtocolError
+from vllm_mc2.protocol import MAX_FRAME_BYTES, Message
+
+_LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")
+_SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module yet
+MAX_FRAME_FDS = 8
+
+
+def prepare_socket_dir(path: Path) -> None:
+    """Make the socket directory, or check the one that is there.
+
+    Raises:
+        ConfigError: it is a link, belongs to somebody else, or others may enter it.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode):
+        raise ConfigError(f"socket_dir {path}: not a directory (links are not followed)")
+    if info.st_uid != os.geteuid():
+        raise ConfigError(f"socket_dir {path}: belongs to uid {info.st_uid}, this process runs as {os.geteuid()}")
+    if info.st_mode & 0o077:
+        raise ConfigError(f"socket_dir {path}: mode {stat.S_IMODE(info.st_mode):04o} lets others in, expected 0700")
+
+
+def socket_path(directory: Path, socket_id: str) -> Path:
+    """Where the socket with this id is or would be: its first 16 hex digits, since Unix socket paths are short."""
+    return directory / f"{socket_id[:16]}.sock"
+
+
+def sweep_stale_sockets(directory: Path) -> int:
+    """Remove the sockets of processes that were killed. A socket that somebody listens on is left alone.
+
+    Returns:
+        How many were removed.
+    """
+    removed = 0
+    for path in directory.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(0.2)
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+                removed += 1
+            except OSError:
+                continue  # busy or just gone: not proven dead, so not ours to remove
+    return removed
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """``(pid, uid)`` of the process at the other end, as the kernel recorded them; pid 0 when it is in another PID namespace."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def open_peer_pidfd(sock: socket.socket) -> int | None:
+    """A pidfd of the process at the other end, readable once it has exited, or None where the kernel offers none.
+
+    ``SO_PEERPIDFD`` cannot be fooled by a reused pid; ``pidfd_open`` on the recorded pid is the fallback.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pid, _ = peer_credentials(sock)
+    if pid <= 0:
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+class Channel:
+    """One connected Unix socket whose other end runs as the same user. Owns the socket; a context manager."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        pid, uid = peer_credentials(sock)
+        if uid != os.geteuid():
+            sock.close()
+            raise ProtocolError(f"peer runs as uid {uid}, only {os.geteuid()} is served")
+        self.sock = sock
+        self.peer_pid = pid
+
+    @classmethod
+    def connect(cls, path: Path, timeout_seconds: float) -> Self:
+        """Connect to a listening socket.
+
+        Raises:
+            PeerUnreachableError: nobody listens there, or no answer in time.
+            ProtocolError: the listener is of another user.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(timeout_seconds)
+            sock.connect(os.fspath(path))
+        except OSError as error:
+            sock.close()
+            raise PeerUnreachableError(error.errno or errno.ETIMEDOUT, f"{path.name}: {error}") from error
+        return cls(sock)
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send one frame. Raises ``OSError`` when the other end is gone or does not take it in time."""
+        payload = protocol.encode(message)
+        frame = _LENGTH.pack(len(payload)) + payload
+        sent = socket.send_fds(self.sock, [frame], list(fds)) if fds else self.sock.send(frame)
+        while sent < len(frame):
+            sent += self.sock.send(memoryview(frame)[sent:])
+
+    def receive(self, timeout_seconds: float) -> tuple[Message, list[int]]:
+        """Wait for one frame and its descriptors, which the caller then owns.
+
+        Raises:
+            ProtocolError: oversize, truncated or malformed.
+            PeerUnreachableError: the other end closed, or nothing came in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        fds: list[int] = []
+        try:
+            head = self._receive_exactly(_LENGTH.size, deadline, fds)
+            (size,) = _LENGTH.unpack(head)
+            if size > MAX_FRAME_BYTES:
+                raise ProtocolError(f"frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
+            message = protocol.decode(self._receive_exactly(size, deadline, fds))
+        except BaseException:
+            close_all(fds)
+            raise
+        return message, fds
+
+    def _receive_exactly(self, size: int, deadline: float, fds: list[int]) -> bytes:
+        chunks = bytearray()
+        while len(chunks) < size:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise PeerUnreachableError(errno.ETIMEDOUT, "no answer in time")
+            self.sock.settimeout(remaining)
+            try:
+                chunk = _receive_some(self.sock, size - len(chunks), fds)
+            except TimeoutError as error:
+                raise PeerUnreachableError(errno.ETIMEDOUT, "no answer in time") from error
+            except OSError as error:
+                raise PeerUnreachableError(error.errno or errno.EIO, f"session broke: {error}") from error
+            if not chunk:
+                raise PeerUnreachableError(errno.ECONNRESET, "peer closed the session")
+            chunks += chunk
+        return bytes(chunks)
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self.sock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _receive_some(sock: socket.socket, size: int, fds: list[int]) -> bytes:
+    """One ``recvmsg``; appends received descriptors. ``socket.recv_fds`` would hide a truncated list."""
+    room = socket.CMSG_SPACE(MAX_FRAME_FDS * array.array("i").itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+            fds.extend(received)
+    if flags & socket.MSG_CTRUNC or len(fds) > MAX_FRAME_FDS:
+        raise ProtocolError("descriptors were lost on the way: too many, or no free descriptor here")
+    return data
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that nobody took over."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+class DeathWatch:
+    """Tells that a peer is gone: its pidfd is readable, or its socket has ended. Either alone can miss it
+    (a forked child keeps the socket open; a pidfd may not be had across PID namespaces). No thread, no timeout."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._pidfd = open_peer_pidfd(channel.sock)
+        self._poll = select.poll()
+        self._poll.register(channel.sock, select.POLLIN | select.POLLRDHUP)
+        if self._pidfd is not None:
+            self._poll.register(self._pidfd, select.POLLIN)
+
+    def is_gone(self) -> bool:
+        """True once the peer has exited or ended the session. A silent, stopped peer is not gone. About a microsecond."""
+        # After the handshake the peer never speaks: any event is its end, or a breach of the protocol.
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """Close the pidfd; idempotent."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None

@@ -1,0 +1,117 @@
+"""``kv_connector_extra_config``, parsed once into a frozen struct.
+
+Every key has a default that works for one prefill and one decode server on one host. An unknown key, a
+wrong type or a value out of range fails at start and names the key, the value and what is allowed.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_mc2.errors import ConfigError
+
+SUN_PATH_MAX_BYTES = 107
+"""Longest path a Unix socket can be bound to on Linux (unix(7): 108 with the terminating zero)."""
+
+SOCKET_NAME_BYTES = 22
+"""A slash and our socket file names: 16 hex digits and ``.sock``."""
+
+
+class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the connector; the docstring of each field is its documentation."""
+
+    socket_dir: str | None = None
+    """Directory of the Unix sockets through which peers on this host meet. Must be shared by prefill and decode.
+    It is made with mode 0700; one that others may enter is refused. Default: ``$XDG_RUNTIME_DIR/vllm-mc2``,
+    or ``/tmp/vllm-mc2-<uid>`` without one."""
+
+    window_pool_factor: Annotated[float, Meta(ge=0.0, le=1024.0)] = 8.0
+    """Decode: address space kept for peers' pools, as a multiple of decode's own KV cache. Address space only, no memory.
+    All peers that are attached at the same time must fit; one that does not is not attached."""
+
+    huge_pages: Literal["auto", "off", "require"] = "auto"
+    """Prefill: 2 MiB pages for the KV pool. ``auto`` uses what the host offers (reserved huge pages, shared-memory THP,
+    or ``MADV_COLLAPSE``), ``require`` refuses to start without, ``off`` uses 4 KiB pages."""
+
+    prefault: bool = True
+    """Decode: fill in the page tables of a peer's pool in the background right after mapping it."""
+
+    num_lease_slots: Annotated[int, Meta(ge=1, le=65536)] = 1024
+    """Prefill: how many hand-offs can be outstanding at once. Beyond it a request gets no ticket, and decode computes it."""
+
+    offer_timeout_seconds: Annotated[float, Meta(gt=0.0, le=86400.0)] = 60.0
+    """Prefill: how long a ticket that nobody claims keeps its blocks."""
+
+    handshake_timeout_seconds: Annotated[float, Meta(gt=0.0, le=600.0)] = 10.0
+    """Decode: how long requests wait for a new peer to answer and its pool to be mapped."""
+
+    model_identity: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    """What says that both sides run the same weights. Default: the model's name and revision as given to ``vllm serve``.
+    Set it to the same text on both sides when they load the same weights from different paths."""
+
+    report_in_response: bool = False
+    """Decode: add what was attached to the ``kv_transfer_params`` of each response. For demonstrations and tests."""
+
+    def resolve_socket_dir(self) -> Path:
+        """The socket directory as an absolute path.
+
+        Raises:
+            ConfigError: the path is relative, or too long for a Unix socket.
+        """
+        if self.socket_dir is None:
+            runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+            path = Path(runtime_dir) / "vllm-mc2" if runtime_dir else Path(f"/tmp/vllm-mc2-{os.getuid()}")  # noqa: S108
+        else:
+            path = Path(self.socket_dir)
+        if not path.is_absolute():
+            raise ConfigError(_message("socket_dir", str(path), "an absolute path"))
+        longest = SUN_PATH_MAX_BYTES - SOCKET_NAME_BYTES
+        if len(os.fsencode(path)) > longest:
+            raise ConfigError(_message("socket_dir", str(path), f"a path of at most {longest} bytes"))
+        return path
+
+
+def _message(key: str, value: object, allowed: str) -> str:
+    return f"kv_connector_extra_config.{key} = {value!r}: expected {allowed}"
+
+
+def _allowed(key: str) -> str:
+    """What a key accepts, in words, from its type: msgspec names the violated bound but not the whole range."""
+    field = next(field for field in msgspec.structs.fields(MC2Config) if field.encode_name == key)
+    kind = msgspec.inspect.type_info(field.type)
+    match kind:
+        case msgspec.inspect.LiteralType(values=values):
+            return "one of " + ", ".join(repr(value) for value in values)
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.IntType(ge=low, le=high):
+            return f"a whole number from {low} to {high}"
+        case msgspec.inspect.FloatType(gt=above, ge=low, le=high):
+            return f"a number above {above} and up to {high}" if low is None else f"a number from {low} to {high}"
+        case _:
+            return "a text"
+
+
+def parse_config(extra: Mapping[str, object]) -> MC2Config:
+    """Turn ``kv_connector_extra_config`` into an :class:`MC2Config`.
+
+    Raises:
+        ConfigError: unknown key, wrong type or range; the message names the key, the value and what is allowed.
+    """
+    known = {field.encode_name for field in msgspec.structs.fields(MC2Config)}
+    for key in extra:
+        if key not in known:
+            raise ConfigError(_message(key, extra[key], f"no such key; known keys: {', '.join(sorted(known))}"))
+    for key, value in extra.items():
+        # One key at a time, so that the message can name the key and its value.
+        try:
+            msgspec.convert({key: value}, MC2Config, strict=True)
+        except msgspec.ValidationError:
+            raise ConfigError(_message(key, value, _allowed(key))) from None
+    config = msgspec.convert(dict(extra), MC2Config, strict=True)
+    config.resolve_socket_dir()
+    return config

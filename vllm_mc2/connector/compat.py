@@ -1,0 +1,217 @@
+"""Everything of vLLM that is not a documented connector hook, in one place.
+
+Each function says what it relies on. :func:`check_contract` looks for all of it at start; whatever is missing turns
+attach off with one clear log line, and requests are computed where they land. Tried with vLLM 0.32.0 (CPU build).
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+from vllm_mc2.digest import PromptExtras
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+try:  # 0.32; only a label in vLLM's own prefix-cache metrics
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CacheHitSource
+
+    CACHE_HIT_SOURCE: Any = CacheHitSource.P2P
+except (ImportError, AttributeError):
+    CACHE_HIT_SOURCE = None
+
+try:  # 0.30
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    TransferResults: Any = KVConnectorTransferResults
+except ImportError:
+    TransferResults = None
+
+
+class ForeignBlocks(Protocol):
+    """The owner of blocks that are not vLLM's: what ``KVCacheBlock.pool`` must answer to (0.30, ``BlockPool.free_blocks``)."""
+
+    def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Take back one reference of each block."""
+
+
+def check_contract() -> list[str]:
+    """What attach needs of vLLM's inside and does not find, by name; empty when all is there."""
+    missing = []
+    for hook in ("get_mem_pool_context", "bind_kv_cache_manager", "get_transfer_results", "get_handshake_metadata"):
+        if not hasattr(KVConnectorBase_V1, hook):
+            missing.append(f"KVConnectorBase_V1.{hook}")
+    for name, parameters in {
+        "get_cached_block": ("block_hash", "kv_cache_group_ids"),
+        "_insert_block_hash": ("block_hash_with_group_id", "block", "num_tokens"),
+        "_remove_cached_block_hashes": ("block",),
+        "touch": ("blocks",),
+        "free_blocks": ("ordered_blocks",),
+    }.items():
+        method = getattr(BlockPool, name, None)
+        if method is None or tuple(inspect.signature(method).parameters)[1:] != parameters:
+            missing.append(f"BlockPool.{name}{parameters}")
+    if "pool" not in {field.name for field in fields(KVCacheBlock)}:
+        missing.append("KVCacheBlock.pool")
+    if not {"size", "layers", "layer_stride", "block_stride", "offset"} <= {f.name for f in fields(KVCacheTensor)}:
+        missing.append("KVCacheTensor.{size,layers,layer_stride,block_stride,offset}")
+    return missing
+
+
+def unsupported_engine(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> str | None:
+    """Why this engine's KV cache cannot be shared in place, or None. Same answer in the scheduler and in the workers."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return f"pipeline_parallel_size {parallel.pipeline_parallel_size}: only 1 is supported"
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return f"decode_context_parallel_size {parallel.decode_context_parallel_size}: only 1 is supported"
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        return f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: only one group of full attention is supported"
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec":
+        return f"KV cache of kind {type(spec).__name__}: only FullAttentionSpec is supported"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is not supported"
+    if kv_cache_config.hash_block_size not in (None, spec.block_size):
+        return f"prefix hashes of {kv_cache_config.hash_block_size} tokens on blocks of {spec.block_size}"
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        return f"device {device!r}: only host memory ('cpu') is supported"
+    return None
+
+
+# --- worker: the address plan -----------------------------------------------------------------------------------------
+
+
+def region_sizes(kv_cache_config: KVCacheConfig) -> list[tuple[str, int]]:
+    """``(first layer, block bytes)`` of each region, in the order in which :func:`apply_plan` lays them out.
+
+    Relies on ``KVCacheTensor``: layer ``l`` of block ``b`` is at ``offset + l * layer_stride + b * block_stride``.
+    """
+    sizes = []
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if _is_layer_major(tensor):
+            sizes += [(name, tensor.block_stride) for name in tensor.layers]
+        else:
+            sizes.append((tensor.layers[0], tensor.block_stride))
+    return sizes
+
+
+def _is_layer_major(tensor: KVCacheTensor) -> bool:
+    return len(tensor.layers) == 1 or tensor.layer_stride >= tensor.block_stride
+
+
+def apply_plan(kv_cache_config: KVCacheConfig, num_total: int, offsets: Sequence[int], range_bytes: int) -> None:
+    """Tell vLLM's allocation, which follows with this very object, where blocks lie. The scheduler has its own copy.
+
+    ``offsets`` are those of the regions of :func:`region_sizes`, equally spaced within one tensor.
+    """
+    cursor = 0
+    for tensor in kv_cache_config.kv_cache_tensors:
+        num_regions = len(tensor.layers) if _is_layer_major(tensor) else 1
+        tensor.offset = offsets[cursor]
+        if num_regions > 1:
+            tensor.layer_stride = offsets[cursor + 1] - offsets[cursor]
+        tensor.size = range_bytes
+        cursor += num_regions
+    kv_cache_config.num_blocks = num_total
+
+
+class AllocateFrom(torch.overrides.TorchFunctionMode):
+    """While entered, answers vLLM's one allocation of the KV cache (``torch.zeros`` of int8, 0.31+) from our memory.
+
+    ``num_used`` tells afterwards whether vLLM asked exactly once.
+    """
+
+    def __init__(self, num_bytes: int, make_tensor: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._num_bytes = num_bytes
+        self._make_tensor = make_tensor
+        self.num_used = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Intercept the call that matches by size and type; pass every other through."""
+        kwargs = kwargs or {}
+        if func is torch.zeros and kwargs.get("dtype") == torch.int8 and args == (self._num_bytes,):
+            self.num_used += 1
+            return self._make_tensor()
+        return func(*args, **kwargs)
+
+
+def attention_identity(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> str:
+    """What decides the layout inside a block: the attention backend and, on CPU, the instruction set it packs keys for.
+
+    Relies on ``cpu_attn._get_attn_isa`` (0.32); without it, on torch's name for the CPU's capability.
+    """
+    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        isa = _get_attn_isa(
+            vllm_config.model_config.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
+        )
+    except (ImportError, TypeError):
+        isa = "unknown"
+    return f"CPU_ATTN/{isa}/{torch.backends.cpu.get_cpu_capability()}"
+
+
+def tensor_parallel_rank() -> int:
+    """This worker's rank among those that share one KV cache."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    rank: int = get_tensor_model_parallel_rank()
+    return rank
+
+
+# --- scheduler: blocks and requests -----------------------------------------------------------------------------------
+
+
+def make_block(block_id: int, ref_cnt: int, owner: ForeignBlocks) -> KVCacheBlock:
+    """A block of ours. vLLM hands it back to ``owner.free_blocks`` (``KVCacheBlock.pool``, 0.30+)."""
+    return KVCacheBlock(block_id, ref_cnt=ref_cnt, pool=owner)  # type: ignore[arg-type]
+
+
+def cached_block(pool: BlockPool, block_hash: Any) -> KVCacheBlock | None:
+    """The block of group 0 that the prefix cache has for a hash."""
+    found = pool.get_cached_block(block_hash, [0])
+    return found[0] if found else None
+
+
+def enter_prefix_cache(pool: BlockPool, block: KVCacheBlock, block_hash: Any, num_tokens: int) -> bool:
+    """Make ``block`` a prefix-cache hit for ``block_hash``; False when it already stands for another prefix."""
+    key = make_block_hash_with_group_id(block_hash, 0)
+    if block.block_hash is not None and block.block_hash != key:
+        return False
+    # After reset_prefix_cache the block keeps its hash while the new map does not know it, and inserting a block
+    # whose hash is equal does nothing: always start from a block without one.
+    pool._remove_cached_block_hashes(block)
+    pool._insert_block_hash(key, block, num_tokens=num_tokens)
+    return True
+
+
+def leave_prefix_cache(pool: BlockPool, block: KVCacheBlock) -> None:
+    """Take ``block`` out of the prefix cache; also right after ``reset_prefix_cache``, which replaces the map."""
+    pool._remove_cached_block_hashes(block)
+
+
+def request_extras(request: "Request", num_tokens: int) -> PromptExtras | None:
+    """What besides token ids determines the KV of the first ``num_tokens`` tokens; None when that cannot be told."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return None
+    media = []
+    for feature in request.mm_features:
+        position = feature.mm_position
+        if position.offset < num_tokens:
+            media.append((str(feature.identifier), int(position.offset), int(position.length)))
+    lora = request.lora_request
+    return PromptExtras(lora.lora_name if lora is not None else None, request.cache_salt, tuple(media))

@@ -1,0 +1,256 @@
+"""Decode's table of prefill engines: from a ticket's incarnation to a mapped pool. Scheduler thread only.
+
+A peer goes through these states; every step is driven by :meth:`PeerTable.poll` from scheduler hooks, the only thing that
+waits is a short-lived thread per handshake::
+
+    CONNECTING --session--> MAPPING --all ranks mapped--> READY --peer gone, last loan ended--> (removed)
+         \\---------------------\\-- refused, unreachable, too late --> FAILED
+
+A failed peer is forgotten when its waiting requests have seen the reason, except a refusal, which will not change
+for that incarnation.
+"""
+
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_mc2.channel import close_all, socket_path
+from vllm_mc2.connector.metadata import MapPeer, MapResult
+from vllm_mc2.errors import LayoutError, PeerRefusedError, PeerUnreachableError, ProtocolError
+from vllm_mc2.layout import AddressPlan, WindowAllocator
+from vllm_mc2.leases import PeerLeases
+from vllm_mc2.protocol import PROTOCOL_VERSION, SchedulerHello, SchedulerWelcome
+from vllm_mc2.session import Session, open_session
+
+logger = logging.getLogger("vllm.mc2.peers")
+
+MAX_PEERS = 1024
+
+
+class PeerState(enum.Enum):
+    """See the module's docstring."""
+
+    CONNECTING = "connecting"
+    MAPPING = "mapping"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Peer:
+    """One incarnation of a prefill engine."""
+
+    incarnation: str
+    deadline: float
+    state: PeerState = PeerState.CONNECTING
+    engine_id: str = ""
+    reason: str = ""
+    session: Session | None = None
+    leases: PeerLeases | None = None
+    base: int = -1
+    num_blocks: int = 0
+    ranks_left: set[int] = field(default_factory=set)
+    ranks_mapped: set[int] = field(default_factory=set)
+    num_loans: int = 0
+
+    def is_gone(self) -> bool:
+        """Whether the process behind the session has ended. Loans stay valid: the pages live as long as we map them."""
+        return self.session is not None and self.session.is_gone()
+
+    def close(self) -> None:
+        """End the session and unmap the lease segments; not the pool, which is the workers'."""
+        if self.session is not None:
+            self.session.close()
+        if self.leases is not None:
+            self.leases.close()
+
+
+_Connected = tuple[SchedulerWelcome, list[int], Session]
+
+
+class PeerTable:
+    """All peers, the window they are mapped in, and the orders for the workers."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        directory: Path,
+        plan: AddressPlan,
+        num_ranks: int,
+        block_size: int,
+        timeout_seconds: float,
+    ) -> None:
+        self._engine_id = engine_id
+        self._directory = directory
+        self._plan = plan
+        self._num_ranks = num_ranks
+        self._block_size = block_size
+        self._timeout_seconds = timeout_seconds
+        self._peers: dict[str, Peer] = {}
+        self._window = WindowAllocator(plan.window_base, plan.num_window, plan.granularity)
+        self._connected: queue.SimpleQueue[tuple[str, _Connected | Exception]] = queue.SimpleQueue()
+        self._map_orders: list[MapPeer] = []
+        self._unmap_orders: list[int] = []
+
+    def __iter__(self) -> Iterable[Peer]:  # type: ignore[override]
+        return iter(list(self._peers.values()))
+
+    def get(self, incarnation: str) -> Peer:
+        """The peer with this incarnation; starts a handshake with one that is not known yet.
+
+        Raises:
+            PeerUnreachableError: nobody with that name is on this host, or the table is full.
+        """
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            return peer
+        path = socket_path(self._directory, incarnation)
+        if not path.is_socket():
+            raise PeerUnreachableError(f"no engine {incarnation} in {self._directory}")
+        if len(self._peers) >= MAX_PEERS:
+            raise PeerUnreachableError(f"{MAX_PEERS} peers are known already")
+        peer = Peer(incarnation, time.monotonic() + self._timeout_seconds)
+        self._peers[incarnation] = peer
+        threading.Thread(target=self._connect, args=(incarnation, path), name="mc2-connect", daemon=True).start()
+        return peer
+
+    def _connect(self, incarnation: str, path: Path) -> None:
+        """On its own thread, since a stopped peer answers late or never."""
+        hello = SchedulerHello(PROTOCOL_VERSION, incarnation, self._engine_id)
+        try:
+            self._connected.put(
+                (incarnation, open_session(path, hello, SchedulerWelcome, 2, self._timeout_seconds))
+            )
+        except (PeerUnreachableError, PeerRefusedError, ProtocolError, OSError) as error:
+            self._connected.put((incarnation, error))
+
+    def poll(self) -> None:
+        """Take in what the handshake threads brought, give up on what is late, remove peers that are gone and unused."""
+        while not self._connected.empty():
+            incarnation, outcome = self._connected.get()
+            peer = self._peers.get(incarnation)
+            if isinstance(outcome, Exception):
+                if peer is not None and peer.state is PeerState.CONNECTING:
+                    refused = isinstance(outcome, PeerRefusedError)
+                    self._fail(peer, "peer_refused" if refused else "peer_unreachable", str(outcome))
+            elif peer is None or peer.state is not PeerState.CONNECTING:
+                close_all(outcome[1])
+                outcome[2].close()
+            else:
+                self._begin_mapping(peer, *outcome)
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            if peer.state in (PeerState.CONNECTING, PeerState.MAPPING) and now > peer.deadline:
+                self._fail(peer, "handshake_timeout", f"no answer in {self._timeout_seconds} s")
+            elif peer.state is PeerState.READY and peer.num_loans == 0 and peer.is_gone():
+                logger.info("prefill %s is gone and nothing of it is in use: unmapped", peer.engine_id)
+                self._remove(peer)
+
+    def _begin_mapping(self, peer: Peer, welcome: SchedulerWelcome, fds: list[int], session: Session) -> None:
+        peer.session = session
+        peer.engine_id = welcome.engine_id
+        try:
+            peer.leases = PeerLeases(*fds)
+            peer.num_blocks = self._check_welcome(welcome)
+        except (ValueError, OSError) as error:
+            self._fail(peer, "peer_refused", str(error))
+            return
+        finally:
+            close_all(fds)
+        base = self._window.claim(peer.num_blocks)
+        if base is None:
+            self._drop_idle_peers()
+            base = self._window.claim(peer.num_blocks)
+        if base is None:
+            detail = f"{peer.num_blocks} blocks, {self._window.num_free} free; raise window_pool_factor"
+            self._fail(peer, "window_full", detail)
+            return
+        peer.base = base
+        peer.state = PeerState.MAPPING
+        peer.ranks_left = set(range(self._num_ranks))
+        by_rank = sorted(welcome.workers, key=lambda worker: worker.rank)
+        self._map_orders.append(MapPeer(peer.incarnation, base, tuple(worker.socket_id for worker in by_rank)))
+
+    def _check_welcome(self, welcome: SchedulerWelcome) -> int:
+        """The pool's number of blocks, the same on every rank.
+
+        Raises:
+            LayoutError: what the peer announced does not fit ours. Workers compare everything else.
+        """
+        if sorted(worker.rank for worker in welcome.workers) != list(range(self._num_ranks)):
+            raise LayoutError(f"tensor parallel size differs: {len(welcome.workers)} there, {self._num_ranks} here")
+        if welcome.block_size != self._block_size:
+            raise LayoutError(f"block_size differs: {welcome.block_size} there, {self._block_size} here")
+        for worker in welcome.workers:
+            worker.pool.check()
+        sizes = {worker.pool.num_blocks for worker in welcome.workers}
+        if len(sizes) != 1:
+            raise LayoutError(f"ranks of different sizes: {sorted(sizes)} blocks")
+        return sizes.pop()
+
+    def on_map_results(self, results: Iterable[MapResult]) -> None:
+        """Take in the workers' answers to map orders."""
+        for result in results:
+            peer = self._peers.get(result.incarnation)
+            if peer is None or peer.state is not PeerState.MAPPING:
+                continue
+            if result.reason is not None:
+                self._fail(peer, result.reason, f"rank {result.rank}: {result.detail}")
+                continue
+            peer.ranks_left.discard(result.rank)
+            if not peer.ranks_left:
+                peer.state = PeerState.READY
+                logger.info(
+                    "attached prefill %s: %d blocks mapped at %d", peer.engine_id, peer.num_blocks, peer.base
+                )
+
+    def forget_failed(self) -> None:
+        """Drop failed peers whose reason may change, once everybody who waited for them has been told."""
+        for peer in list(self._peers.values()):
+            if peer.state is PeerState.FAILED and peer.reason != "peer_refused":
+                del self._peers[peer.incarnation]
+
+    def take_orders(self) -> tuple[list[MapPeer], list[int]]:
+        """``(pools to map, bases to unmap)`` for the workers; the latter come first."""
+        orders = self._map_orders, self._unmap_orders
+        self._map_orders, self._unmap_orders = [], []
+        return orders
+
+    def close(self) -> None:
+        """End every session."""
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def _drop_idle_peers(self) -> None:
+        for peer in list(self._peers.values()):
+            if peer.state is PeerState.READY and peer.num_loans == 0:
+                self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
+        del self._peers[peer.incarnation]
+        self._give_back_window(peer)
+        peer.close()
+
+    def _fail(self, peer: Peer, reason: str, detail: str) -> None:
+        logger.warning("cannot attach prefill %s: %s (%s)", peer.engine_id or peer.incarnation, reason, detail)
+        peer.state = PeerState.FAILED
+        peer.reason = reason
+        self._give_back_window(peer)
+        peer.close()
+
+    def _give_back_window(self, peer: Peer) -> None:
+        if peer.base < 0:
+            return
+        order = next((order for order in self._map_orders if order.base == peer.base), None)
+        if order is not None:
+            self._map_orders.remove(order)
+        else:
+            self._unmap_orders.append(peer.base)
+        self._window.release(peer.base, peer.num_blocks)
+        peer.base = -1

@@ -1,0 +1,126 @@
+"""A worker's KV memory: its own pool and the windows onto peers' pools, in one address range.
+
+:class:`WorkerMemory` owns the native pool and range. vLLM's KV tensors are views of the range, so it lives as long as
+the worker. Mapping and prefaulting may run on a background thread while attention reads other parts of the range; calls
+for one peer must not overlap.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from vllm_mc2._native import AddressRange, Pool
+from vllm_mc2.errors import LayoutError
+from vllm_mc2.layout import AddressPlan, PoolLayout, align_up
+
+
+class WorkerMemory:
+    """``shared``: the pool is a memfd that peers can map (prefill); otherwise plain private memory (decode only)."""
+
+    def __init__(self, plan: AddressPlan, *, shared: bool, huge_pages: Literal["auto", "off", "require"]) -> None:
+        """Allocate and map everything local.
+
+        Raises:
+            OSError: too little memory (``ENOMEM``; the message has wanted and available bytes), or no huge pages
+                though they are required.
+        """
+        self.plan = plan
+        self.layout = plan.pool_layout()
+        self._range = AddressRange(plan.range_bytes)
+        self._pool: Pool | None = None
+        self._peers: dict[int, PoolLayout] = {}
+        local = list(zip(plan.regions, self.layout.regions, strict=True))
+        if not shared:
+            for in_range, in_pool in local:
+                self._range.map_anonymous(in_range.offset_bytes, self.layout.region_bytes(in_pool))
+            return
+        self._pool = Pool(self.layout.pool_bytes, huge_pages=huge_pages, name="mc2-kv-pool")
+        for in_range, in_pool in local:
+            self._range.map_pool(
+                in_range.offset_bytes, self._pool, in_pool.offset_bytes, self.layout.region_bytes(in_pool)
+            )
+        # From here on nobody, this process included, can make another writable mapping of the pool.
+        self._pool.seal()
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte of the range."""
+        return self._range.address
+
+    @property
+    def pool_fd(self) -> int | None:
+        """Descriptor of the sealed pool for peers; borrowed. None when the pool is private."""
+        return self._pool.fd if self._pool is not None else None
+
+    @property
+    def page_summary(self) -> str:
+        """Which pages the pool got, for the log line at start."""
+        if self._pool is None:
+            return "private"
+        return f"{self._pool.huge_bytes / self._pool.num_bytes:.0%} in 2 MiB pages ({self._pool.method})"
+
+    def buffer(self) -> object:
+        """A writable buffer over the whole range, for ``torch.frombuffer``. Only mapped parts may be touched."""
+        return self._range.buffer()
+
+    def map_peer(self, base: int, layout: PoolLayout, pool_fd: int) -> None:
+        """Map a peer's pool read-only so that its block ``b`` is block ``base + b`` here. ``pool_fd`` stays the caller's.
+
+        Raises:
+            LayoutError: the peer's regions are not ours, or do not fit the window.
+            ValueError: the descriptor is not a sealed memfd that is large enough.
+            OSError: the kernel refused a mapping; what was mapped of this peer is unmapped again.
+        """
+        layout.check()
+        self._check_fit(base, layout)
+        mapped: list[tuple[int, int]] = []
+        try:
+            for mine, theirs in zip(self.plan.regions, layout.regions, strict=True):
+                offset, num_bytes = self.plan.block_offset(mine, base), layout.region_bytes(theirs)
+                self._range.map_peer(offset, pool_fd, theirs.offset_bytes, num_bytes)
+                mapped.append((offset, num_bytes))
+        except BaseException:
+            for offset, num_bytes in mapped:
+                self._range.unmap(offset, num_bytes)
+            raise
+        self._peers[base] = layout
+
+    def _check_fit(self, base: int, layout: PoolLayout) -> None:
+        mine = [(region.name, region.block_bytes) for region in self.plan.regions]
+        theirs = [(region.name, region.block_bytes) for region in layout.regions]
+        if mine != theirs:
+            raise LayoutError("the peer's layers or block sizes are not ours")
+        blocks = align_up(layout.num_blocks, self.plan.granularity)
+        if base % self.plan.granularity or base < self.plan.window_base or base + blocks > self.plan.num_total:
+            raise LayoutError(f"{blocks} blocks at {base} are outside the window")
+
+    def prefault_peer(self, base: int) -> None:
+        """Fill in the page tables of a mapped peer. Milliseconds with 2 MiB pages; blocks, without the GIL."""
+        layout = self._peers[base]
+        for mine, theirs in zip(self.plan.regions, layout.regions, strict=True):
+            self._range.prefault(self.plan.block_offset(mine, base), layout.region_bytes(theirs))
+
+    def unmap_peer(self, base: int) -> None:
+        """Give a peer's part of the window back to the reservation; no-op when nothing is mapped at ``base``."""
+        layout = self._peers.pop(base, None)
+        if layout is None:
+            return
+        for mine, theirs in zip(self.plan.regions, layout.regions, strict=True):
+            self._range.unmap(self.plan.block_offset(mine, base), layout.region_bytes(theirs))
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks ``(destination, source)`` in every layer. Ids may be global; the destination must be local.
+
+        Raises:
+            LayoutError: an id is out of range. Nothing was copied then.
+        """
+        pairs = list(pairs)
+        for destination, source in pairs:
+            if not 0 <= destination < self.plan.num_local or not 0 <= source < self.plan.num_total:
+                raise LayoutError(f"block copy {source} -> {destination} is out of range")
+        self._range.copy(
+            [
+                (self.plan.block_offset(region, destination), self.plan.block_offset(region, source), region.block_bytes)
+                for region in self.plan.regions
+                for destination, source in pairs
+            ]
+        )

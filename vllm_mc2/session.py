@@ -1,0 +1,286 @@
+"""Sessions: one listener per process that owns something to share, one open connection per peer that uses it.
+
+:class:`SessionServer` (prefill's scheduler and each of its workers) runs one thread. It answers each hello through a
+callback and then watches the connection in silence; when the peer is gone, by pidfd or by the end of the socket, a second
+callback says so. Both callbacks run on the server's thread, hold no lock of ours and must not block.
+
+:class:`Session` (decode) is the other end: made by a blocking handshake with a deadline, then held open.
+
+A bad or silent client costs one of ``MAX_PENDING`` places for at most ``HELLO_TIMEOUT_SECONDS``, and never the thread.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from vllm_mc2 import protocol
+from vllm_mc2.channel import Channel, DeathWatch, close_all, open_peer_pidfd, socket_path
+from vllm_mc2.errors import ConfigError, PeerRefusedError, PeerUnreachableError, ProtocolError
+from vllm_mc2.protocol import MAX_FRAME_BYTES, Message, Refusal
+
+logger = logging.getLogger("vllm.mc2.session")
+
+MAX_PENDING = 64
+MAX_SESSIONS = 4096
+HELLO_TIMEOUT_SECONDS = 5.0
+_LENGTH = struct.Struct("<I")
+T = TypeVar("T", bound=Message)
+
+
+class Answer(NamedTuple):
+    """What a server says to a hello. The descriptors stay the server's; the kernel duplicates them on the way."""
+
+    message: Message
+    fds: Sequence[int] = ()
+    keep_open: bool = True
+
+
+class _Connection:
+    """A client of the server: first its hello is collected, then its end is awaited."""
+
+    def __init__(self, key: int, channel: Channel) -> None:
+        self.key = key
+        self.channel = channel
+        self.buffer = bytearray()
+        self.deadline = time.monotonic() + HELLO_TIMEOUT_SECONDS
+        self.welcomed = False
+        self.pidfd: int | None = None
+
+    def frame(self) -> bytes | None:
+        """The payload of the first frame once it is complete.
+
+        Raises:
+            ProtocolError: oversize, or bytes after the frame (a client speaks once).
+        """
+        if len(self.buffer) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self.buffer)
+        if size > MAX_FRAME_BYTES:
+            raise ProtocolError(f"frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
+        if len(self.buffer) > _LENGTH.size + size:
+            raise ProtocolError("data after the hello")
+        return bytes(self.buffer[_LENGTH.size :]) if len(self.buffer) == _LENGTH.size + size else None
+
+
+class SessionServer:
+    """Listens on ``directory/<socket_id>.sock``. ``close()`` removes the file and ends the thread."""
+
+    def __init__(
+        self,
+        directory: Path,
+        socket_id: str,
+        on_hello: Callable[[int, Message], Answer],
+        on_close: Callable[[int], None],
+    ) -> None:
+        """``on_hello(key, hello)`` answers; ``on_close(key)`` is called once for each key that was welcomed.
+
+        Raises:
+            ConfigError: the socket cannot be bound.
+        """
+        self._on_hello = on_hello
+        self._on_close = on_close
+        self.path = socket_path(directory, socket_id)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            self._listener.bind(os.fspath(self.path))
+            self.path.chmod(0o600)
+            self._listener.listen(128)
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(f"socket_dir: cannot listen on {self.path}: {error}") from error
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._next_key = 0
+        self.num_rejected = 0
+        self._thread = threading.Thread(target=self._run, name=f"mc2-{socket_id[:8]}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread serves; False after ``close()``."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop serving and end every session; idempotent, any thread."""
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"x")
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, "accept")
+        self._selector.register(self._wake_read, selectors.EVENT_READ, "stop")
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            self._tear_down()
+
+    def _serve_once(self) -> bool:
+        for event, _ in self._selector.select(self._next_timeout()):
+            if event.data == "stop":
+                return False
+            if event.data == "accept":
+                self._accept()
+            elif event.data.key in self._connections:
+                self._advance(event.data)
+        now = time.monotonic()
+        for connection in [c for c in self._connections.values() if not c.welcomed and c.deadline <= now]:
+            self._reject(connection, "said nothing in time")
+        return True
+
+    def _next_timeout(self) -> float | None:
+        """Seconds to the next hello deadline; None (sleep until something happens) when every client is welcomed."""
+        deadlines = [c.deadline for c in self._connections.values() if not c.welcomed]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("cannot accept a peer: %s", error)
+            time.sleep(0.05)  # out of descriptors: the pending connection would wake us at once again
+            return
+        num_pending = sum(not c.welcomed for c in self._connections.values())
+        try:
+            channel = Channel(sock)
+        except ProtocolError as error:
+            self.num_rejected += 1
+            logger.warning("refused a connection: %s", error)
+            return
+        if num_pending >= MAX_PENDING or len(self._connections) >= MAX_SESSIONS:
+            self.num_rejected += 1
+            channel.close()
+            return
+        sock.setblocking(False)
+        connection = _Connection(self._next_key, channel)
+        self._next_key += 1
+        self._connections[connection.key] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _advance(self, connection: _Connection) -> None:
+        if connection.welcomed:
+            # The peer's exit, its end of the session, or a word out of turn: all three end the session.
+            self._drop(connection)
+            return
+        try:
+            data = connection.channel.sock.recv(65536)
+            if not data:
+                self._drop(connection)
+                return
+            connection.buffer += data
+            payload = connection.frame()
+            if payload is not None:
+                self._welcome(connection, protocol.decode(payload))
+        except BlockingIOError:
+            return
+        except (ProtocolError, OSError) as error:
+            self._reject(connection, str(error))
+
+    def _welcome(self, connection: _Connection, hello: Message) -> None:
+        try:
+            answer = self._on_hello(connection.key, hello)
+        except Exception:
+            # Session dispatch border: one hello must not end the thread that serves all peers.
+            logger.exception("a hello could not be answered")
+            self._reject(connection, "internal error")
+            return
+        connection.welcomed = True
+        sock = connection.channel.sock
+        sock.settimeout(HELLO_TIMEOUT_SECONDS)
+        connection.channel.send(answer.message, answer.fds)
+        sock.setblocking(False)
+        if not answer.keep_open:
+            self._drop(connection)
+            return
+        connection.pidfd = open_peer_pidfd(sock)
+        if connection.pidfd is not None:
+            self._selector.register(connection.pidfd, selectors.EVENT_READ, connection)
+
+    def _reject(self, connection: _Connection, reason: str) -> None:
+        self.num_rejected += 1
+        # Powers of two only, so that a broken or hostile client cannot fill the log.
+        if self.num_rejected & (self.num_rejected - 1) == 0:
+            logger.warning("rejected a peer (%d so far): %s", self.num_rejected, reason)
+        self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._connections[connection.key]
+        self._selector.unregister(connection.channel.sock)
+        if connection.pidfd is not None:
+            self._selector.unregister(connection.pidfd)
+            os.close(connection.pidfd)
+        connection.channel.close()
+        if connection.welcomed:
+            self._on_close(connection.key)
+
+    def _tear_down(self) -> None:
+        self.path.unlink(missing_ok=True)
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+class Session:
+    """Decode's end of an open session with one peer process. Owns the connection; made by :func:`open_session`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._watch = DeathWatch(channel)
+        self.peer_pid = channel.peer_pid
+        self._gone = False
+
+    def is_gone(self) -> bool:
+        """Whether the peer has exited or ended the session; once true it stays true."""
+        self._gone = self._gone or self._watch.is_gone()
+        return self._gone
+
+    def close(self) -> None:
+        """End the session; idempotent."""
+        self._gone = True
+        self._watch.close()
+        self._channel.close()
+
+
+def open_session(
+    path: Path, hello: Message, expected: type[T], num_fds: int, timeout_seconds: float
+) -> tuple[T, list[int], Session]:
+    """Connect, say hello, and wait for the answer. Blocks up to the timeout; any thread.
+
+    Returns:
+        The answer, its descriptors (now the caller's) and the open session.
+
+    Raises:
+        PeerUnreachableError: nobody there, or no answer in time.
+        PeerRefusedError: the peer named a field that differs.
+        ProtocolError: an answer that the protocol does not allow.
+    """
+    channel = Channel.connect(path, timeout_seconds)
+    fds: list[int] = []
+    try:
+        try:
+            channel.send(hello)
+        except OSError as error:
+            raise PeerUnreachableError(error.errno, f"peer did not take the hello: {error}") from error
+        message, fds = channel.receive(timeout_seconds)
+        if isinstance(message, Refusal):
+            raise PeerRefusedError(message.field, message.yours, message.theirs)
+        if not isinstance(message, expected) or len(fds) != num_fds:
+            raise ProtocolError(f"answer {type(message).__name__} with {len(fds)} descriptors, expected {expected.__name__}")
+        return message, fds, Session(channel)
+    except BaseException:
+        close_all(fds)
+        channel.close()
+        raise
