@@ -6,7 +6,6 @@ It speaks the OpenAI routes /v1/completions and /v1/chat/completions. A request 
 first, for one token that nobody reads; what comes back in `kv_transfer_params` (the ticket) is put into
 the client's own request, which then goes to a decode server, whose answer reaches the client byte by
 byte. Several servers of a kind take turns.
-
 * The prefill leg is a copy of the request, changed so that it always ends by length, with a ticket. What
   shapes the prompt (messages, tools, response_format, truncation, ...) stays.
 * The decode leg is the client's request with the ticket added, nothing else.
@@ -61,25 +60,14 @@ ASK_FOR_TICKET: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-# Fields of the request that could end the one-token answer otherwise than by length, that vLLM refuses
-# beside max_tokens 1, or that only make it larger. None of them shapes the prompt.
-NOT_FOR_PREFILL = (
-    "best_of",
-    "echo",
-    "include_stop_str_in_output",
-    "logprobs",
-    "min_tokens",
-    "prompt_logprobs",
-    "repetition_detection",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "stop",
-    "stop_token_ids",
-    "stream_options",
-    "thinking_token_budget",
-    "top_logprobs",
-    "use_beam_search",
-)
+# Fields that could end the one-token answer otherwise than by length, that vLLM refuses beside
+# max_tokens 1, or that only make it larger. None of them shapes the prompt.
+NOT_FOR_PREFILL = {
+    *("best_of", "echo", "logprobs", "min_tokens", "prompt_logprobs", "top_logprobs"),
+    *("include_stop_str_in_output", "repetition_detection", "stop", "stop_token_ids"),
+    *("return_token_ids", "return_tokens_as_token_ids", "stream_options"),
+    *("thinking_token_budget", "use_beam_search"),
+}
 FORWARDED_REQUEST_HEADERS = ("authorization", "traceparent", "tracestate")
 FORWARDED_ANSWER_HEADERS = ("content-type", "content-length", "retry-after")
 
@@ -276,11 +264,8 @@ class Proxy:
     async def start_answer(self, leg: Leg, upstream: httpx.Response) -> Answer:
         """Wait for the first bytes of an answer, so that failing before them is still an error status."""
         rest = upstream.aiter_raw()
-        headers = {
-            name: upstream.headers[name]
-            for name in FORWARDED_ANSWER_HEADERS
-            if name in upstream.headers
-        }
+        came = upstream.headers
+        headers = {name: came[name] for name in FORWARDED_ANSWER_HEADERS if name in came}
         try:
             first = await anext(rest, b"")
         except httpx.HTTPError as error:
@@ -344,8 +329,8 @@ class Proxy:
 def error_response(status: int, message: str) -> JSONResponse:
     """An error in the shape that OpenAI clients read."""
     kind = "invalid_request_error" if status < 500 else "upstream_error"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status_code=status)
+    content = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(content, status_code=status)
 
 
 async def on_error(request: Request, error: Exception) -> Response:

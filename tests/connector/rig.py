@@ -6,10 +6,11 @@ position therefore changes the tokens, and :func:`expected_tokens` says what the
 """
 
 import itertools
+import random
 import time
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -301,6 +302,26 @@ class RigEngine:
         self.scheduler.shutdown()
         if self.worker is not None:
             self.worker.shutdown()
+
+
+MakeEngine = Callable[..., RigEngine]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """A random prompt; the same for the same arguments, and prefixes of longer ones with the same seed."""
+    return [random.Random(seed * 7919 + i).randrange(VOCABULARY) for i in range(length)]
+
+
+def assert_clean(*engines: RigEngine) -> None:
+    """Both pools are back to their start value and nothing is borrowed or lent."""
+    for engine in engines:
+        if engine.connector._prefill is not None:
+            engine.connector._prefill.reap()
+            assert len(engine.connector._prefill.book) == 0
+        if engine.connector._decode is not None:
+            assert engine.connector._decode.snapshot() == {"handoffs": 0, "loans": 0, "borrowed_blocks": 0}
+        assert engine.scheduler.requests == {}
+        assert engine.num_free_blocks == len(engine.scheduler.kv_cache_manager.block_pool.blocks) - 1
 
 
 def prefill(engine: RigEngine, request_id: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class DecodeHalf:
         if handoff is None:
             return
         if handoff.state is HandoffState.REJECTED:
-            if num_external and self._fails_on_error and not handoff.is_failed:
+            if num_external and not handoff.is_failed:
                 handoff.is_failed = True
                 self._failing.append(request.request_id)
             return
@@ -188,7 +188,7 @@ class DecodeHalf:
             self._decline(handoff)
         if handoff.loan is not None:
             self._leave(handoff.loan, request.request_id)
-        return handoff.report(self._bytes_per_block, fails=self._fails_on_error)
+        return handoff.report(self._bytes_per_block, fails=self._fails(handoff))
 
     def close(self) -> None:
         """End all sessions; prefills then count every claim of ours as released."""
@@ -296,15 +296,20 @@ class DecodeHalf:
     def _rejected_tokens(self, handoff: Handoff) -> tuple[int, bool]:
         """Policy ``fail``: pretend to load one token, whose failure is then reported, as vLLM has no other way to
         fail a request. Policy ``recompute``: nothing comes from outside."""
-        if self._fails_on_error and handoff.reason != "skips_prefix_cache":
+        if self._fails(handoff):
             return 1, True
         self._count(handoff)
         return 0, False
 
+    def _fails(self, handoff: Handoff) -> bool:
+        """Whether a rejected hand-off ends its request. One that asks for every prompt token to be computed does not fail:
+        computing them is what it asked for."""
+        return self._fails_on_error and handoff.reason != "skips_prefix_cache"
+
     def _reject(self, handoff: Handoff, reason: str, detail: str) -> None:
         handoff.state = HandoffState.REJECTED
         handoff.reason = reason
-        fails = self._fails_on_error and reason != "skips_prefix_cache"
+        fails = self._fails(handoff)
         outcome = "failed" if fails else "computed here"
         if reason not in self._seen_reasons:
             self._seen_reasons.add(reason)
@@ -328,8 +333,7 @@ class DecodeHalf:
             self._stats.add("kv_bytes_not_copied", handoff.num_full * self._bytes_per_block)
             self._stats.add("handoff_seconds", handoff.handoff_seconds)
         else:
-            fails = self._fails_on_error and handoff.reason != "skips_prefix_cache"
-            self._stats.add("handoffs", 1, "failed" if fails else "recompute", handoff.reason)
+            self._stats.add("handoffs", 1, "failed" if self._fails(handoff) else "recompute", handoff.reason)
 
     # --- loans ---
 

@@ -1,0 +1,98 @@
+// What a hand-over costs and what a pool costs. Prints, never asserts: machines differ.
+#include <chrono>
+#include <functional>
+#include <iostream>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "lease/reader.h"
+#include "lease/table.h"
+#include "memory/address_range.h"
+#include "memory/page.h"
+#include "memory/pool.h"
+
+namespace {
+
+using mc2::lease::LeaseReader;
+using mc2::lease::LeaseTable;
+
+double seconds_of(const std::function<void()>& body) {
+    const auto start = std::chrono::steady_clock::now();
+    body();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void report(const std::string& what, double seconds, double unit, const char* unit_name) {
+    std::cout << what << ": " << seconds / unit << " " << unit_name << '\n';
+}
+
+void bench_leases(std::size_t num_blocks) {
+    constexpr int kRounds = 20'000;
+    constexpr double kNanosecond = 1e-9;
+    LeaseTable table(64, 16384);
+    LeaseReader reader(table.fd(), table.add_ledger().fd);
+    std::vector<std::uint32_t> blocks(num_blocks);
+    std::iota(blocks.begin(), blocks.end(), 0U);
+    const mc2::lease::Offer offer{.token = {},
+                                  .digest = {},
+                                  .num_tokens = 16 * num_blocks,
+                                  .block_ids = blocks,
+                                  .timeout = std::chrono::seconds(30)};
+    auto& claimant = reader.claimant();
+    double publish = 0;
+    double claim = 0;
+    double copy = 0;
+    double release = 0;
+    double sweep = 0;
+    for (int i = 0; i < kRounds; ++i) {
+        mc2::lease::LeaseId id{};
+        publish += seconds_of([&] { id = table.publish(offer).value(); });
+        claim += seconds_of([&] { (void)claimant.claim(id.slot, id.generation); });
+        copy += seconds_of([&] { (void)claimant.blocks(id.slot, id.generation); });
+        release += seconds_of([&] { claimant.release(id.slot, id.generation); });
+        sweep += seconds_of([&] { (void)table.sweep(); });
+    }
+    std::cout << num_blocks << " blocks\n";
+    report("  publish", publish / kRounds, kNanosecond, "ns");
+    report("  claim", claim / kRounds, kNanosecond, "ns");
+    report("  blocks", copy / kRounds, kNanosecond, "ns");
+    report("  release", release / kRounds, kNanosecond, "ns");
+    report("  sweep that ends it", sweep / kRounds, kNanosecond, "ns");
+}
+
+void bench_pools() {
+    constexpr double kMillisecond = 1e-3;
+    constexpr std::size_t kBytes = std::size_t{1} << 30U;
+    for (int round = 0; round < 2; ++round) {  // the first one also pays for what the hypervisor has not backed yet
+        for (const auto& [name, mode] : {std::pair{"off", mc2::HugePages::kOff},
+                                         std::pair{"auto", mc2::HugePages::kAuto}}) {
+            std::size_t huge_bytes = 0;
+            report(std::string("1 GiB pool, huge pages ") + name, seconds_of([&, mode = mode] {
+                       const mc2::Pool pool(kBytes, mode, "bench");
+                       huge_bytes = pool.huge_bytes();
+                   }),
+                   kMillisecond, "ms");
+            std::cout << "  of it in huge pages: " << (huge_bytes >> 20U) << " MiB\n";
+        }
+    }
+    for (const auto mode : {mc2::HugePages::kOff, mc2::HugePages::kAuto}) {
+        mc2::Pool pool(kBytes, mode, "bench");
+        pool.seal();
+        mc2::AddressRange range(kBytes);
+        report("map and prefault 1 GiB of a peer", seconds_of([&] {
+                   range.map_peer(0, pool.exported_fd(), 0, kBytes);
+                   range.prefault(0, kBytes);
+               }),
+               kMillisecond, "ms");
+    }
+}
+
+}  // namespace
+
+int main() {
+    bench_leases(1);
+    bench_leases(8192);
+    bench_pools();
+    return 0;
+}

@@ -1,0 +1,381 @@
+"""What must not be attached, is not: bad tickets, other prompts, peers that do not fit or are gone. Engines live on."""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine import FinishReason
+
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from vllm_mc2.connector import compat
+from vllm_mc2.errors import ConfigError
+
+Pair = tuple[RigEngine, RigEngine]
+PROMPT = prompt_of(70)
+OTHER = prompt_of(70, seed=1)
+
+
+def flip(text: str) -> str:
+    return ("0" if text[0] != "0" else "1") + text[1:]
+
+
+def change(key: str, value: Any = None) -> Callable[[dict[str, Any]], None]:
+    def apply(params: dict[str, Any]) -> None:
+        ticket = params["mc2_ticket"]
+        ticket[key] = flip(ticket[key]) if value is None else value
+
+    return apply
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "missing": (lambda params: params.pop("mc2_ticket"), "bad_ticket"),
+    "not a struct": (lambda params: params.update(mc2_ticket="x" * 1000), "bad_ticket"),
+    "of another version": (change("version", 2), "bad_ticket"),
+    "with block ids": (change("blocks", [1, 2, 3]), "bad_ticket"),
+    "path as incarnation": (change("incarnation", "../../../../../../etc/passwd"), "bad_ticket"),
+    "of another engine": (change("incarnation"), "peer_unreachable"),
+    "with a guessed token": (change("token"), "ticket_dead"),
+    "of another slot": (change("slot", "00000007"), "ticket_dead"),
+    "beyond the table": (change("slot", "ffffffff"), "ticket_dead"),
+    "of another generation": (change("generation"), "ticket_dead"),
+}
+
+
+def finish(consumer: RigEngine, request_id: str, policy: str, prompt: list[int]) -> dict[str, Any]:
+    """Run to the end; the request is computed here or failed, as the policy says."""
+    consumer.run()
+    tokens, reason, answer = consumer.finished[request_id]
+    if policy == "recompute":
+        assert tokens == expected_tokens(prompt, 4)
+        assert consumer.num_computed_prompt_tokens[request_id] == len(prompt)
+    else:
+        assert reason is FinishReason.ERROR
+        assert tokens == []
+        # vLLM sends no params with an error: the counters tell.
+        (key,) = [key for key in consumer.stats if key.startswith("handoffs|failed|")]
+        answer = {"mc2": {"way": "failed", "reason": key.split("|")[2], "blocks_attached": 0}}
+    assert answer is not None
+    report: dict[str, Any] = answer["mc2"]
+    assert report["way"] == {"recompute": "recompute", "fail": "failed"}[policy]
+    assert report["blocks_attached"] == 0
+    return report
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_bad_ticket_gets_no_blocks_and_harms_nobody(make_engine: MakeEngine, name: str, policy: str) -> None:
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", policy=policy)
+    damage, reason = DAMAGE[name]
+    good = prefill(producer, "p", PROMPT)
+    bad = copy.deepcopy(good)
+    damage(bad)
+    consumer.add("bad", PROMPT, bad)
+    report = finish(consumer, "bad", policy, PROMPT)
+    assert report["reason"] == reason
+    way = report["way"]
+    assert consumer.stats[f"handoffs|{way}|{reason}"] == 1
+    assert consumer.connector._decode.snapshot() == {"handoffs": 0, "loans": 0, "borrowed_blocks": 0}  # type: ignore[union-attr]
+    # The good ticket was not used up by the bad one.
+    consumer.scheduler.reset_prefix_cache()
+    consumer.add("good", PROMPT, good)
+    consumer.run()
+    assert consumer.finished["good"][0] == expected_tokens(PROMPT, 4)
+    assert consumer.num_computed_prompt_tokens["good"] == 1
+    assert_clean(producer, consumer)
+
+
+def lora(name: str) -> LoRARequest:
+    return LoRARequest(lora_name=name, lora_int_id=1, lora_path="/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("made", "presented"),
+    [
+        ({}, {"prompt": OTHER}),
+        ({}, {"prompt": PROMPT[:-1]}),
+        ({}, {"prompt": [*PROMPT[:-1], PROMPT[-1] + 1]}),
+        ({}, {"prompt": [PROMPT[0] + 1, *PROMPT[1:]]}),
+        ({}, {"cache_salt": "salt"}),
+        ({"cache_salt": "mine"}, {"cache_salt": "yours"}),
+        ({"cache_salt": "mine"}, {}),
+        ({}, {"lora_request": lora("adapter")}),
+        ({"lora_request": lora("a")}, {"lora_request": lora("b")}),
+    ],
+)
+def test_a_ticket_fits_only_its_own_prompt(pair: Pair, made: dict[str, Any], presented: dict[str, Any]) -> None:
+    producer, consumer = pair
+    ticket = prefill(producer, "p", PROMPT, **made)
+    prompt = presented.pop("prompt", PROMPT)
+    consumer.add("thief", prompt, ticket, **presented)
+    report = finish(consumer, "thief", "recompute", prompt)
+    assert report["reason"] == "prompt_mismatch"
+    # Nothing of the lease is in decode's prefix cache: the owner's next prompt hits only what was computed here.
+    cached = consumer.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
+    num_full = (len(prompt) + 3) // 16
+    assert len(cached) <= num_full
+    consumer.add("owner", PROMPT, ticket, **made)
+    consumer.run()
+    assert consumer.finished["owner"][0] == expected_tokens(PROMPT, 4)
+    assert consumer.finished["owner"][2]["mc2"]["way"] == "attach"  # type: ignore[index]
+    assert_clean(*pair)
+
+
+def test_a_ticket_of_another_request_is_refused(pair: Pair) -> None:
+    producer, consumer = pair
+    ticket_a, ticket_b = prefill(producer, "a", PROMPT), prefill(producer, "b", OTHER)
+    consumer.add("a", PROMPT, ticket_b)
+    consumer.add("b", OTHER, ticket_a)
+    consumer.run()
+    assert consumer.finished["a"][0] == expected_tokens(PROMPT, 4)
+    assert consumer.finished["b"][0] == expected_tokens(OTHER, 4)
+    assert consumer.stats["handoffs|recompute|prompt_mismatch"] == 2
+
+
+def test_a_used_ticket_is_dead(pair: Pair) -> None:
+    producer, consumer = pair
+    ticket = prefill(producer, "p", PROMPT)
+    consumer.add("first", PROMPT, ticket)
+    consumer.run()
+    assert_clean(*pair)
+    consumer.add("again", PROMPT, ticket)
+    assert finish_reason(consumer, "again") == "ticket_dead"
+    assert_clean(*pair)
+
+
+def finish_reason(consumer: RigEngine, request_id: str) -> str:
+    consumer.run()
+    tokens, _, answer = consumer.finished[request_id]
+    assert tokens == expected_tokens(PROMPT, 4)
+    assert answer is not None
+    return str(answer["mc2"]["reason"])
+
+
+def test_an_offer_that_nobody_claims_ends_and_its_ticket_is_dead(make_engine: MakeEngine) -> None:
+    producer = make_engine("kv_producer", extra={"offer_timeout_seconds": 0.05})
+    consumer = make_engine("kv_consumer")
+    tickets = [prefill(producer, f"p{i}", PROMPT) for i in range(10)]
+    time.sleep(0.1)
+    producer.connector._prefill.reap()  # type: ignore[union-attr]
+    assert_clean(producer)
+    consumer.add("late", PROMPT, tickets[0])
+    assert finish_reason(consumer, "late") == "ticket_dead"
+    producer.add("tick", prompt_of(3), None, max_tokens=1)
+    producer.run()
+    assert producer.stats["leases_ended|expired"] == 10
+    assert_clean(producer, consumer)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_prefill_gone_before_the_claim(make_engine: MakeEngine, policy: str) -> None:
+    """Its segments are still mapped here, so the lease could even be read; a request must not depend on that."""
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", policy=policy)
+    ticket = prefill(producer, "p", PROMPT)
+    producer.close()
+    consumer.add("orphan", PROMPT, ticket)
+    assert finish(consumer, "orphan", policy, PROMPT)["reason"] == "peer_unreachable"
+    assert_clean(consumer)
+
+
+def test_prefill_gone_after_the_claim_leaves_decode_with_valid_memory(pair: Pair) -> None:
+    producer, consumer = pair
+    ticket = prefill(producer, "p", PROMPT)
+    consumer.add("r", PROMPT, ticket, max_tokens=40)
+    while consumer.num_computed_prompt_tokens.get("r") is None:
+        consumer.step()
+    producer.close()
+    for _ in range(10):
+        consumer.step()
+    assert "r" not in consumer.finished
+    assert consumer.worker._worker._memory._peers  # the pages live as long as decode maps them
+    consumer.run()
+    assert consumer.finished["r"][0] == expected_tokens(PROMPT, 40)
+    assert not consumer.worker._worker._memory._peers  # and are given back once nothing needs them
+    assert_clean(consumer)
+
+
+def test_decode_gone_ends_what_it_held(pair: Pair) -> None:
+    producer, consumer = pair
+    ticket = prefill(producer, "p", PROMPT)
+    consumer.add("r", PROMPT, ticket, max_tokens=40)
+    while consumer.num_computed_prompt_tokens.get("r") is None:
+        consumer.step()
+    assert producer.num_free_blocks < 63
+    consumer.connector.shutdown()
+    deadline = time.monotonic() + 30
+    while len(producer.connector._prefill.book) and time.monotonic() < deadline:  # type: ignore[union-attr]
+        producer.connector._prefill.reap()  # type: ignore[union-attr]
+        time.sleep(0.005)
+    producer.add("tick", prompt_of(3), None, max_tokens=1)
+    producer.run()
+    assert producer.stats["leases_ended|peer_gone"] == 1
+    assert_clean(producer)
+
+
+@pytest.mark.parametrize("when", ["waiting", "attached", "running"])
+def test_abort(pair: Pair, when: str) -> None:
+    producer, consumer = pair
+    consumer.add("connect", prompt_of(20, seed=5), prefill(producer, "c", prompt_of(20, seed=5)))
+    if when != "waiting":
+        consumer.run()
+    ticket = prefill(producer, "p", PROMPT)
+    consumer.add("r", PROMPT, ticket, max_tokens=40)
+    while when == "running" and consumer.num_computed_prompt_tokens.get("r") is None:
+        consumer.step()
+    consumer.abort("r")
+    consumer.run()
+    consumer.add("next", OTHER, None)
+    consumer.run()
+    assert consumer.finished["next"][0] == expected_tokens(OTHER, 4)
+    if when != "waiting":
+        assert_clean(*pair)  # at once, not after the offer timeout
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("what", "detail"),
+    [
+        ({"extra": {"model_identity": "another"}}, "model differs"),
+        ({"block_size": 32}, "block_size"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_refused_by_name(
+    make_engine: MakeEngine, what: dict[str, Any], detail: str, policy: str
+) -> None:
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", policy=policy, **what)
+    ticket = prefill(producer, "p", PROMPT)
+    consumer.add("r", PROMPT, ticket)
+    with mock.patch("vllm_mc2.connector.peers.logger.warning") as warning:
+        assert finish(consumer, "r", policy, PROMPT)["reason"] == "peer_refused"
+    (call,) = warning.call_args_list
+    assert detail in call.args[0] % call.args[1:]
+    # Permanent for this incarnation: the next one is not even asked.
+    consumer.add("r2", PROMPT, ticket)
+    consumer.step()
+    consumer.run()
+    way = "failed" if policy == "fail" else "recompute"
+    assert consumer.stats[f"handoffs|{way}|peer_refused"] == 2
+    assert not consumer.worker._worker._memory._peers
+
+
+@pytest.mark.parametrize("field", ["dtype", "attention", "kv_cache_dtype", "vllm", "layers", "num_kv_heads"])
+def test_each_field_of_the_fingerprint_counts(pair: Pair, field: str) -> None:
+    producer, consumer = pair
+    consumer.worker._worker._fingerprint[field] = "something else"
+    consumer.add("r", PROMPT, prefill(producer, "p", PROMPT))
+    consumer.run()
+    assert consumer.finished["r"][2]["mc2"]["reason"] == "peer_refused"  # type: ignore[index]
+    assert consumer.finished["r"][0] == expected_tokens(PROMPT, 4)
+    reasons = [peer.reason for peer in consumer.connector._decode._peers]  # type: ignore[union-attr]
+    assert reasons == ["peer_refused"]
+
+
+def test_a_pool_that_does_not_fit_the_window(make_engine: MakeEngine) -> None:
+    producer, consumer = make_engine("kv_producer", num_blocks=4096), make_engine("kv_consumer", num_blocks=16)
+    consumer.add("r", PROMPT, prefill(producer, "p", PROMPT))
+    assert finish(consumer, "r", "recompute", PROMPT)["reason"] == "window_full"
+
+
+def test_attach_off_on_decode_computes_and_says_why(make_engine: MakeEngine) -> None:
+    producer = make_engine("kv_producer")
+    consumer = make_engine("kv_consumer", enable_prefix_caching=False)
+    consumer.add("r", PROMPT, prefill(producer, "p", PROMPT))
+    assert finish(consumer, "r", "recompute", PROMPT)["reason"] == "attach_off"
+
+
+def test_a_changed_vllm_turns_attach_off_and_serves(make_engine: MakeEngine) -> None:
+    with mock.patch.object(compat, "check_contract", return_value=["BlockPool.touch"]):
+        producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer")
+    producer.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    producer.run()
+    assert producer.finished["p"][2] is None
+    consumer.add("r", PROMPT, {"do_remote_prefill": True})
+    consumer.run()
+    assert consumer.finished["r"][0] == expected_tokens(PROMPT, 4)
+
+
+def test_the_contract_holds_for_the_installed_vllm() -> None:
+    assert compat.check_contract() == []
+
+
+def test_the_contract_check_sees_a_missing_or_changed_method() -> None:
+    with mock.patch.object(compat.BlockPool, "_insert_block_hash", lambda self, block: None):
+        assert compat.check_contract() == [
+            "BlockPool._insert_block_hash('block_hash_with_group_id', 'block', 'num_tokens')"
+        ]
+    with mock.patch.object(compat, "BlockPool", object):
+        assert len(compat.check_contract()) == 5
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_prompt_logprobs_are_computed_here(make_engine: MakeEngine, policy: str) -> None:
+    """They need every prompt token computed; that is what the client asked for, not a failure."""
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", policy=policy)
+    ticket = prefill(producer, "p", PROMPT)
+    request = consumer.request("r", PROMPT, ticket)
+    request.skip_reading_prefix_cache = True
+    consumer.scheduler.add_request(request)
+    consumer.run()
+    assert consumer.finished["r"][0] == expected_tokens(PROMPT, 4)
+    assert consumer.finished["r"][2]["mc2"] == {  # type: ignore[index]
+        "way": "recompute", "reason": "skips_prefix_cache", "blocks_attached": 0, "tail_tokens": 0,
+        "kv_bytes_not_copied": 0, "handoff_us": 0.0,
+    }  # fmt: skip
+
+
+def test_no_lease_slot_left_means_no_ticket(make_engine: MakeEngine) -> None:
+    producer = make_engine("kv_producer", extra={"num_lease_slots": 1})
+    prefill(producer, "a", PROMPT)
+    free = producer.num_free_blocks
+    producer.add("b", OTHER, {"do_remote_decode": True}, max_tokens=1)
+    producer.run()
+    assert producer.finished["b"][2] is None
+    assert producer.stats["leases_refused"] == 1
+    assert producer.num_free_blocks == free
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": 1, "mc2_ticket": {"version": 1}},
+        {"do_remote_prefill": True, "mc2_ticket": [[[[]]]]},
+        {"do_remote_prefill": True, "remote_block_ids": [[-1, 2**31, 2**63]], "remote_host": "elsewhere"},
+        {"do_remote_prefill": "yes", "do_remote_decode": "yes"},
+        {"do_remote_decode": 1},
+        {"mc2_ticket": {}},
+        {},
+    ],
+)
+def test_hostile_params_never_end_the_engine(make_engine: MakeEngine, params: dict[str, Any]) -> None:
+    engine = make_engine("kv_both")
+    engine.add("r", PROMPT, params)
+    engine.run()
+    assert engine.finished["r"][0] == expected_tokens(PROMPT, 4)
+    assert_clean(engine)
+
+
+def test_a_rejected_request_before_admission_ends_its_lease(pair: Pair) -> None:
+    """What vLLM's API layer does when decode refuses a request: it adds it as one that is aborted already."""
+    producer, consumer = pair
+    consumer.add("connect", OTHER, prefill(producer, "c", OTHER))
+    consumer.run()
+    consumer.add("r", PROMPT, prefill(producer, "p", PROMPT), abort_immediately=True)
+    consumer.abort("r")
+    consumer.run()
+    assert_clean(*pair)
+
+
+def test_a_wrong_setting_stops_the_engine_at_start(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config\.window_pool_factor = 'big'"):
+        make_engine("kv_consumer", extra={"window_pool_factor": "big"})
+
+
+def test_a_shared_socket_directory_stops_the_engine_at_start(make_engine: MakeEngine, tmp_path: Path) -> None:
+    open_dir = tmp_path / "open"
+    open_dir.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="lets others in"):
+        make_engine("kv_producer", extra={"socket_dir": str(open_dir)})
