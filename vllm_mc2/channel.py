@@ -179,7 +179,9 @@ class Channel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -206,7 +208,8 @@ def close_all(fds: Sequence[int]) -> None:
 
 class DeathWatch:
     """Tells that a peer is gone: its pidfd is readable, or its socket has ended. Either alone can miss it
-    (a forked child keeps the socket open; a pidfd may not be had across PID namespaces). No thread, no timeout."""
+    (a forked child keeps the socket open; a pidfd may not be had across PID namespaces). No thread, no timeout.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._pidfd = open_peer_pidfd(channel.sock)

@@ -35,7 +35,8 @@ class EndedLease(NamedTuple, Generic[P]):
 
 class LeaseBook(Generic[P]):
     """Prefill's leases. ``payload`` is whatever must be undone when the lease ends. Scheduler thread, but for
-    ``add_ledger`` and ``drop_ledger``, which any thread may call."""
+    ``add_ledger`` and ``drop_ledger``, which any thread may call.
+    """
 
     def __init__(self, incarnation: str, num_slots: int, max_blocks: int) -> None:
         """``max_blocks``: the longest block table of a request."""

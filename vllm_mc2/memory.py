@@ -119,7 +119,11 @@ class WorkerMemory:
                 raise LayoutError(f"block copy {source} -> {destination} is out of range")
         self._range.copy(
             [
-                (self.plan.block_offset(region, destination), self.plan.block_offset(region, source), region.block_bytes)
+                (
+                    self.plan.block_offset(region, destination),
+                    self.plan.block_offset(region, source),
+                    region.block_bytes,
+                )
                 for region in self.plan.regions
                 for destination, source in pairs
             ]

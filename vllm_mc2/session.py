@@ -278,7 +278,9 @@ def open_session(
         if isinstance(message, Refusal):
             raise PeerRefusedError(message.field, message.yours, message.theirs)
         if not isinstance(message, expected) or len(fds) != num_fds:
-            raise ProtocolError(f"answer {type(message).__name__} with {len(fds)} descriptors, expected {expected.__name__}")
+            raise ProtocolError(
+                f"answer {type(message).__name__} with {len(fds)} descriptors, expected {expected.__name__}"
+            )
         return message, fds, Session(channel)
     except BaseException:
         close_all(fds)

@@ -42,7 +42,6 @@ struct Decode {
     std::uint8_t word_generation = 0;
     std::uint8_t claims = 0;
     std::uint8_t releases = 0;
-    bool has_released = false;  // a claim that it really held, of `word_generation`
     bool alive = true;
     bool dropped = false;
 };
@@ -57,11 +56,12 @@ struct State {
     std::uint8_t dropped_claims = 0;
     std::uint8_t gone = 0;
     bool timed_out = false;
+    bool has_released = false;  // somebody gave up a claim that it really held, of this generation
     std::array<Decode, kNumDecodes> decodes{};
 };
 
 // Only bytes without padding in between, so that states compare as bytes.
-static_assert(sizeof(Decode) == 9 && sizeof(State) == 9 + sizeof(Decode) * kNumDecodes);
+static_assert(sizeof(Decode) == 8 && sizeof(State) == 10 + sizeof(Decode) * kNumDecodes);
 struct Hash {
     std::size_t operator()(const State& state) const {
         return std::hash<std::string_view>{}(
@@ -150,7 +150,7 @@ class Model {
             if (state.generation < kLastGeneration) {
                 next.generation++;
                 next.slot = SlotState::kOffered;
-                next.timed_out = false;
+                next.timed_out = next.has_released = false;
                 next.dropped_claims = next.gone = 0;
                 visit(next, current_);
             }
@@ -218,20 +218,18 @@ class Model {
     }
 
     void end_lease(State& state, Verdict verdict) {
-        bool has_released = false;
         for (const Decode& decode : state.decodes) {
             const bool concerns = decode.word_generation == state.generation;
             if (decode.alive && concerns && decode.held > 0) {
                 violation_ = "freed while held";
             }
-            has_released = has_released || (concerns && decode.has_released);
         }
-        if (verdict == Verdict::kReleased && !has_released) {
+        if (verdict == Verdict::kReleased && !state.has_released) {
             violation_ = "ended as released, but nobody held and released it";
         }
         state.slot = SlotState::kFree;
         state.step = PStep::kIdle;
-        state.timed_out = false;
+        state.timed_out = state.has_released = false;
         state.dropped_claims = state.gone = 0;
     }
 
@@ -247,7 +245,6 @@ class Model {
                 if (self.word_generation != self.generation) {
                     self.word_generation = self.generation;
                     self.claims = self.releases = 0;
-                    self.has_released = false;
                 }
                 self.claims++;
                 self.step = DStep::kWritten;
@@ -289,7 +286,7 @@ class Model {
             State next = state;
             next.decodes[i].held--;
             next.decodes[i].releases++;
-            next.decodes[i].has_released = true;
+            next.has_released = true;
             visit(next, current_);
         }
     }

@@ -20,9 +20,9 @@ using mc2::lease::Verdict;
 constexpr std::size_t kNumSlots = 4;  // few, so that slots are reused under the decodes' eyes
 constexpr int kNumDecodes = 3;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr std::uint64_t kNumLeases = 20'000;
+constexpr std::uint64_t kNumLeases = 10'000;
 #else
-constexpr std::uint64_t kNumLeases = 200'000;
+constexpr std::uint64_t kNumLeases = 50'000;
 #endif
 constexpr auto kDeadline = std::chrono::seconds(100);
 

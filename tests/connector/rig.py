@@ -72,7 +72,9 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def _vllm_config(model: Path, role: str | None, block_size: int, policy: str, extra: dict[str, Any], **more: Any) -> VllmConfig:
+def _vllm_config(
+    model: Path, role: str | None, block_size: int, policy: str, extra: dict[str, Any], **more: Any
+) -> VllmConfig:
     model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=more.pop("max_model_len", 1024))
     transfer = None
     if role is not None:
@@ -95,9 +97,7 @@ def _vllm_config(model: Path, role: str | None, block_size: int, policy: str, ex
 
 
 def _cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32
-    )
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
     page = spec.page_size_bytes
     layers = [f"layer.{index}" for index in range(NUM_LAYERS)]
     tensor = KVCacheTensor(

@@ -51,27 +51,27 @@ def test_two_prompts_that_share_a_prefix_at_the_same_time(pair: Pair) -> None:
 def test_a_request_without_a_ticket_may_share_borrowed_blocks_and_outlive_their_owner(pair: Pair) -> None:
     producer, consumer = pair
     prompt = prompt_of(64)
-    consumer.add("owner", prompt + [1], prefill(producer, "owner", prompt + [1]), max_tokens=4)
+    consumer.add("owner", [*prompt, 1], prefill(producer, "owner", [*prompt, 1]), max_tokens=4)
     while consumer.connector._decode.snapshot()["loans"] == 0:  # type: ignore[union-attr]
         consumer.step()
-    consumer.add("guest", prompt + [2], None, max_tokens=40)
+    consumer.add("guest", [*prompt, 2], None, max_tokens=40)
     while "owner" not in consumer.finished:
         consumer.step()
     assert consumer.num_computed_prompt_tokens["guest"] == 1  # the guest found the borrowed blocks
     producer.connector._prefill.reap()  # type: ignore[union-attr]
     assert len(producer.connector._prefill.book) == 1  # type: ignore[union-attr]  # still read by the guest
-    late = consumer.add("late", prompt + [3], None, max_tokens=1)
+    late = consumer.add("late", [*prompt, 3], None, max_tokens=1)
     consumer.run()
     assert consumer.num_computed_prompt_tokens[late.request_id] == 65  # nobody new gets blocks whose owner has ended
-    assert consumer.finished["owner"][0] == expected_tokens(prompt + [1], 4)
-    assert consumer.finished["guest"][0] == expected_tokens(prompt + [2], 40)
-    assert consumer.finished["late"][0] == expected_tokens(prompt + [3], 1)
+    assert consumer.finished["owner"][0] == expected_tokens([*prompt, 1], 4)
+    assert consumer.finished["guest"][0] == expected_tokens([*prompt, 2], 40)
+    assert consumer.finished["late"][0] == expected_tokens([*prompt, 3], 1)
     assert_clean(*pair)
 
 
 @pytest.mark.parametrize("num_cached", [16, 32, 48])
 def test_decode_keeps_what_it_has_cached_itself(pair: Pair, num_cached: int) -> None:
-    producer, consumer = pair
+    _producer, consumer = pair
     prompt = prompt_of(60)
     consumer.add("warm", prompt[:num_cached], None, max_tokens=1)
     consumer.run()
@@ -120,7 +120,7 @@ def test_an_attached_prompt_occupies_no_local_block(pair: Pair) -> None:
 
 def test_a_decode_smaller_than_the_prompt_serves_it(make_engine: MakeEngine) -> None:
     producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", num_blocks=6)
-    consumer.connector._decode._peers._window  # noqa: B018  # exists although its own pool is tiny
+    consumer.connector._decode._peers._window  # exists although its own pool is tiny
     report = hand_over((producer, consumer), "r", prompt_of(16 * 20 + 3), max_tokens=10)
     assert report["blocks_attached"] == 20
     assert_clean(producer, consumer)
@@ -210,14 +210,14 @@ def test_both_roles_in_one_engine(make_engine: MakeEngine) -> None:
 def test_an_engine_does_not_lend_what_it_borrowed(make_engine: MakeEngine) -> None:
     first, middle = make_engine("kv_both"), make_engine("kv_both")
     prompt = prompt_of(64)
-    middle.add("r", prompt + [1], prefill(first, "r", prompt + [1]), max_tokens=50)
+    middle.add("r", [*prompt, 1], prefill(first, "r", [*prompt, 1]), max_tokens=50)
     while middle.num_computed_prompt_tokens.get("r") is None:
         middle.step()
-    middle.add("p", prompt + [2], {"do_remote_decode": True}, max_tokens=1)
+    middle.add("p", [*prompt, 2], {"do_remote_decode": True}, max_tokens=1)
     middle.run()
     assert middle.finished["p"][2] is None
     assert middle.stats["leases_refused"] == 1
-    assert middle.finished["r"][0] == expected_tokens(prompt + [1], 50)
+    assert middle.finished["r"][0] == expected_tokens([*prompt, 1], 50)
     assert_clean(first, middle)
 
 

@@ -61,9 +61,7 @@ class FakeServer:
     def app(self) -> FastAPI:
         app = FastAPI()
         app.add_api_route("/v1/completions", self.answer, methods=["POST"], response_model=None)
-        app.add_api_route(
-            "/v1/chat/completions", self.answer, methods=["POST"], response_model=None
-        )
+        app.add_api_route("/v1/chat/completions", self.answer, methods=["POST"], response_model=None)
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         return app
 

@@ -123,9 +123,7 @@ ENDS_OTHERWISE = {
 
 @pytest.mark.parametrize("path, prompt", [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
 @pytest.mark.parametrize("fields", CLIENT_FIELDS, ids=lambda fields: "+".join(fields) or "none")
-def test_each_leg_gets_its_sampling_fields(
-    rig: Rig, path: str, prompt: dict[str, Any], fields: dict[str, Any]
-) -> None:
+def test_each_leg_gets_its_sampling_fields(rig: Rig, path: str, prompt: dict[str, Any], fields: dict[str, Any]) -> None:
     rig.decodes[0].gate.set()
     request = {**prompt, **fields}
     assert rig.post(path, request).status_code == 200
@@ -153,9 +151,7 @@ def test_without_a_ticket_decode_gets_the_request_alone(rig: Rig) -> None:
     assert rig.sent("decode") == [PROMPT] * 4
 
 
-@pytest.mark.parametrize(
-    "prompt, legs", [(["a", "b"], 0), ([[1], [2]], 0), (["a"], 1), ([1, 2, 3], 1), ([[1, 2]], 1)]
-)
+@pytest.mark.parametrize("prompt, legs", [(["a", "b"], 0), ([[1], [2]], 0), (["a"], 1), ([1, 2, 3], 1), ([[1, 2]], 1)])
 def test_several_prompts_go_to_decode_only(rig: Rig, prompt: list[Any], legs: int) -> None:
     assert rig.post(COMPLETIONS, {"model": "m", "prompt": prompt}).status_code == 200
     assert len(rig.sent("prefill")) == legs

@@ -11,7 +11,9 @@ sizes = st.lists(st.integers(1, 1 << 22).map(lambda n: n * 64), min_size=1, max_
 
 
 @given(sizes, st.integers(1, 5000), st.floats(0, 16))
-def test_regions_are_disjoint_and_windows_fall_on_huge_pages(block_bytes: list[int], num_local: int, factor: float) -> None:
+def test_regions_are_disjoint_and_windows_fall_on_huge_pages(
+    block_bytes: list[int], num_local: int, factor: float
+) -> None:
     blocks = [(f"layer{i}", size) for i, size in enumerate(block_bytes)]
     try:
         plan = make_plan(blocks, num_local, factor)

@@ -108,7 +108,7 @@ class BorrowedBlocks:
             self._release(loan)
 
     def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """vLLM gives back references (``BlockPool.free_blocks``, for blocks whose ``pool`` is this object)."""
+        """VLLM gives back references (``BlockPool.free_blocks``, for blocks whose ``pool`` is this object)."""
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == BIAS:

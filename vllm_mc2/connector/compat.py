@@ -178,7 +178,7 @@ def tensor_parallel_rank() -> int:
 
 def make_block(block_id: int, ref_cnt: int, owner: ForeignBlocks) -> KVCacheBlock:
     """A block of ours. vLLM hands it back to ``owner.free_blocks`` (``KVCacheBlock.pool``, 0.30+)."""
-    return KVCacheBlock(block_id, ref_cnt=ref_cnt, pool=owner)  # type: ignore[arg-type]
+    return KVCacheBlock(block_id, ref_cnt=ref_cnt, pool=owner)
 
 
 def cached_block(pool: BlockPool, block_hash: Any) -> KVCacheBlock | None:

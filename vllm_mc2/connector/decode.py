@@ -134,9 +134,8 @@ class DecodeHalf:
         if handoff is None:
             return 0, False
         if handoff.state is HandoffState.WAITING:
-            self._advance(handoff)
-            # Even if it is attached now: this step's lookup was before it, so let the scheduler look again.
-            if handoff.state is not HandoffState.REJECTED:
+            # Even if it is attached then: this step's lookup was before it, so let the scheduler look again.
+            if self._advance(handoff) is not HandoffState.REJECTED:
                 return None, False
         if handoff.state is HandoffState.REJECTED:
             return self._rejected_tokens(handoff)
@@ -204,20 +203,21 @@ class DecodeHalf:
                 self._advance(handoff)
         self._peers.forget_failed()
 
-    def _advance(self, handoff: Handoff) -> None:
-        """Take a waiting hand-off as far as it goes without waiting."""
+    def _advance(self, handoff: Handoff) -> HandoffState:
+        """Take a waiting hand-off as far as it goes without waiting; returns where it is then."""
         assert self._peers is not None and handoff.ticket is not None
         started = time.perf_counter()
         try:
             peer = self._peers.get(handoff.ticket.incarnation)
         except PeerUnreachableError as error:
             self._reject(handoff, "peer_unreachable", str(error))
-            return
+            return handoff.state
         if peer.state is PeerState.FAILED:
             self._reject(handoff, peer.reason, f"prefill {peer.engine_id or peer.incarnation}")
         elif peer.state is PeerState.READY:
             self._attach(handoff, handoff.ticket, peer)
             handoff.handoff_seconds = time.perf_counter() - started
+        return handoff.state
 
     def _attach(self, handoff: Handoff, ticket: Ticket, peer: Peer) -> None:
         assert peer.leases is not None
@@ -295,7 +295,8 @@ class DecodeHalf:
 
     def _rejected_tokens(self, handoff: Handoff) -> tuple[int, bool]:
         """Policy ``fail``: pretend to load one token, whose failure is then reported, as vLLM has no other way to
-        fail a request. Policy ``recompute``: nothing comes from outside."""
+        fail a request. Policy ``recompute``: nothing comes from outside.
+        """
         if self._fails(handoff):
             return 1, True
         self._count(handoff)
@@ -303,7 +304,8 @@ class DecodeHalf:
 
     def _fails(self, handoff: Handoff) -> bool:
         """Whether a rejected hand-off ends its request. One that asks for every prompt token to be computed does not fail:
-        computing them is what it asked for."""
+        computing them is what it asked for.
+        """
         return self._fails_on_error and handoff.reason != "skips_prefix_cache"
 
     def _reject(self, handoff: Handoff, reason: str, detail: str) -> None:

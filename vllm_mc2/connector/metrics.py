@@ -4,7 +4,7 @@ Only the scheduler side counts, so that nothing is counted once per rank. Labels
 fixed sets in the code, never from a request.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter
@@ -25,6 +25,8 @@ LABELLED = {"handoffs": ("way", "reason"), "leases_ended": ("reason",)}
 @dataclass
 class MC2Stats(KVConnectorStats):
     """Counts of one interval: ``{name: number}`` and, for labelled ones, ``{"name|label|label": number}``."""
+
+    data: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
         """Count ``amount`` under ``name``, with the labels that :data:`LABELLED` declares for it."""

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,7 +97,7 @@ class PeerTable:
         self._map_orders: list[MapPeer] = []
         self._unmap_orders: list[int] = []
 
-    def __iter__(self) -> Iterable[Peer]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
 
     def get(self, incarnation: str) -> Peer:
@@ -123,9 +123,7 @@ class PeerTable:
         """On its own thread, since a stopped peer answers late or never."""
         hello = SchedulerHello(PROTOCOL_VERSION, incarnation, self._engine_id)
         try:
-            self._connected.put(
-                (incarnation, open_session(path, hello, SchedulerWelcome, 2, self._timeout_seconds))
-            )
+            self._connected.put((incarnation, open_session(path, hello, SchedulerWelcome, 2, self._timeout_seconds)))
         except (PeerUnreachableError, PeerRefusedError, ProtocolError, OSError) as error:
             self._connected.put((incarnation, error))
 
@@ -205,9 +203,7 @@ class PeerTable:
             peer.ranks_left.discard(result.rank)
             if not peer.ranks_left:
                 peer.state = PeerState.READY
-                logger.info(
-                    "attached prefill %s: %d blocks mapped at %d", peer.engine_id, peer.num_blocks, peer.base
-                )
+                logger.info("attached prefill %s: %d blocks mapped at %d", peer.engine_id, peer.num_blocks, peer.base)
 
     def forget_failed(self) -> None:
         """Drop failed peers whose reason may change, once everybody who waited for them has been told."""

@@ -113,17 +113,17 @@ class PrefillHalf:
         extras = compat.request_extras(request, num_tokens)
         problem = self._why_not(num_tokens, block_ids) or ("prompt without token ids" if extras is None else None)
         if problem is not None or extras is None:
-            return self._refuse(request, problem or "")
+            self._refuse(request, problem or "")
+            return None
         token = new_token()
         digest = prompt_digest(token, request.all_token_ids[:num_tokens], extras)
         blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
         self._block_pool.touch(blocks)
-        ticket = self.book.publish(
-            token, digest, num_tokens, block_ids, self._config.offer_timeout_seconds, blocks
-        )
+        ticket = self.book.publish(token, digest, num_tokens, block_ids, self._config.offer_timeout_seconds, blocks)
         if ticket is None:
             self._block_pool.free_blocks(reversed(blocks))
-            return self._refuse(request, "no free lease slot; raise num_lease_slots")
+            self._refuse(request, "no free lease slot; raise num_lease_slots")
+            return None
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
         return ticket_params(ticket, self._engine_id, self._host, len(self._workers))

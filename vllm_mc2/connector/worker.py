@@ -69,7 +69,9 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_i
 class WorkerHalf:
     """One worker's KV memory. ``off_reason`` says why it is vLLM's own instead, or is None."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MC2Config, directory: Path) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MC2Config, directory: Path
+    ) -> None:
         """Plans the address range and edits ``kv_cache_config``, unless attach is off."""
         self._config = config
         self._directory = directory
@@ -118,7 +120,8 @@ class WorkerHalf:
         )
         memory = self._memory
         mode = compat.AllocateFrom(
-            self._plan.range_bytes, lambda: torch.frombuffer(memory.buffer(), dtype=torch.int8)  # type: ignore[call-overload]
+            self._plan.range_bytes,
+            lambda: torch.frombuffer(memory.buffer(), dtype=torch.int8),
         )
         with mode:
             yield

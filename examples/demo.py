@@ -1,0 +1,345 @@
+"""Show it working: real prompts through prefill, decode and proxy, compared with a plain server.
+
+    make demo            (or: .venv/bin/python examples/demo.py)
+
+Starts four processes: a prefill and a decode server that hand over KV by block table, the proxy, and a
+plain single server for reference. Asks the proxy and the plain server the same, greedily, and compares
+token by token. The numbers of a request are the change of decode's own /metrics over it, which works for
+streamed answers too; requests go one at a time for that. Decode's time to first token is vLLM's own,
+measured from the arrival of the decode leg.
+
+Writes build/demo.json. Exit status 0 only if every answer equals the plain server's and every prompt was
+attached. All processes are gone afterwards, whatever happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from pair import CONNECTOR, ROOT, Pair, Server, ServerError, vllm_server
+
+MODEL = ROOT / "build" / "models" / "smollm2-135m-instruct"
+RESULT = ROOT / "build" / "demo.json"
+STORY = Path(__file__).with_name("alice.txt").read_text()
+
+MAX_MODEL_LEN = 2048
+ANSWER_TOKENS = 40
+REQUEST_SECONDS = 300.0
+METRIC_SECONDS = 10.0
+PROGRESS_SECONDS = 5.0
+ATTACH = "attach"
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+TTFT = "vllm:time_to_first_token_seconds"
+HANDOFFS = "vllm:mc2_handoffs_total"
+BLOCKS = "vllm:mc2_blocks_attached_total"
+BYTES = "vllm:mc2_kv_bytes_not_copied_total"
+HANDOFF = "vllm:mc2_handoff_seconds"
+
+
+class DemoError(RuntimeError):
+    """A request failed; the message says what came back."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of the demo."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """What a server answered."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, and one entry of build/demo.json."""
+
+    name: str
+    prompt_tokens: int
+    blocks_attached: int
+    kv_bytes_not_copied: int
+    handoff_us: float
+    decode_ttft_ms: float
+    way: str
+    equal: bool
+    text: str
+
+
+def cases() -> list[Case]:
+    def chat(question: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}]}
+
+    return [
+        Case("short", COMPLETIONS, {"prompt": "The capital of France is"}),
+        Case("long", COMPLETIONS, {"prompt": f"{STORY}\nThen she fell asleep, and dreamt"}),
+        Case("chat", CHAT, chat("Explain in two sentences why the sky is blue.")),
+        Case("stream", CHAT, {**chat("Count from one to ten in words."), "stream": True}),
+        Case("shared-1", CHAT, chat(f"{STORY}\nWhat did the Rabbit take out of its pocket?")),
+        Case("shared-2", CHAT, chat(f"{STORY}\nWhat was written on the jar?")),
+    ]
+
+
+# What is asked, and what came back.
+
+
+def ask(url: str, case: Case) -> Reply:
+    """Send one request, greedy, and collect the answer, streamed or not."""
+    body = {
+        "model": MODEL.name,
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+        **case.body,
+    }
+    if body.get("stream"):
+        body["stream_options"] = {"include_usage": True}
+    reply = Reply()
+    with httpx.stream(
+        "POST", url + case.path, json=body, timeout=REQUEST_SECONDS, trust_env=False
+    ) as answer:
+        if answer.is_error:
+            raise DemoError(f"{case.name}: status {answer.status_code}: {answer.read().decode()}")
+        if body.get("stream"):
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    collect(reply, json.loads(line.removeprefix("data: ")))
+        else:
+            collect(reply, json.loads(answer.read()))
+    return reply
+
+
+def collect(reply: Reply, data: dict[str, Any]) -> None:
+    """Add one JSON answer, or one chunk of a streamed one."""
+    if "error" in data:
+        raise DemoError(f"error inside the answer: {data['error']}")
+    for choice in data["choices"]:
+        message = choice.get("delta") or choice.get("message") or {}
+        reply.text += choice.get("text") or message.get("content") or ""
+        reply.token_ids += choice.get("token_ids") or []
+    if data.get("usage"):
+        reply.prompt_tokens = data["usage"]["prompt_tokens"]
+
+
+# The numbers.
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The metrics of the decode server that the table is made of, at one moment."""
+
+    sums: dict[str, float]
+    ways: dict[str, float]
+
+    @classmethod
+    def read(cls, server: Server) -> Counters:
+        text = httpx.get(f"{server.url}/metrics", timeout=30.0, trust_env=False).text
+        sums: dict[str, float] = {}
+        ways: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                if sample.name == HANDOFFS:
+                    way = sample.labels["way"]
+                    ways[way] = ways.get(way, 0.0) + sample.value
+        return cls(sums, ways)
+
+    def since(self, before: Counters) -> Counters:
+        """Change of every number."""
+        return Counters(subtract(self.sums, before.sums), subtract(self.ways, before.ways))
+
+    def mean(self, histogram: str) -> float:
+        count = self.sums.get(f"{histogram}_count", 0.0)
+        return self.sums.get(f"{histogram}_sum", 0.0) / count if count else 0.0
+
+    @property
+    def way(self) -> str:
+        """How the request's KV arrived; "none" if decode took no notice of a ticket."""
+        return "+".join(sorted(way for way, count in self.ways.items() if count)) or "none"
+
+
+def subtract(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def change(server: Server, before: Counters) -> Counters:
+    """Change of the counters over one request, once it has been counted."""
+    deadline = time.monotonic() + METRIC_SECONDS
+    while True:
+        now = Counters.read(server).since(before)
+        if now.sums.get(f"{TTFT}_count", 0.0) >= 1 or time.monotonic() > deadline:
+            return now
+        time.sleep(0.05)
+
+
+def measure(case: Case, pair: Pair, single: Server) -> Row:
+    """One request through the pair and to the plain server."""
+    before = Counters.read(pair.decode)
+    ours = ask(pair.url, case)
+    counted = change(pair.decode, before)
+    plain = ask(single.url, case)
+    return Row(
+        name=case.name,
+        prompt_tokens=ours.prompt_tokens,
+        blocks_attached=round(counted.sums.get(BLOCKS, 0.0)),
+        kv_bytes_not_copied=round(counted.sums.get(BYTES, 0.0)),
+        handoff_us=round(counted.mean(HANDOFF) * 1e6, 1),
+        decode_ttft_ms=round(counted.mean(TTFT) * 1e3, 1),
+        way=counted.way,
+        equal=(ours.token_ids, ours.text) == (plain.token_ids, plain.text) and bool(ours.token_ids),
+        text=ours.text,
+    )
+
+
+# What the user sees.
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, at most 100 columns wide."""
+    titles = ("request", "prompt tokens", "blocks attached", "KV bytes not copied")
+    titles += ("hand-off us", "decode TTFT ms", "way", "equal")
+    lines = [titles]
+    lines += [
+        (
+            row.name,
+            str(row.prompt_tokens),
+            str(row.blocks_attached),
+            f"{row.kv_bytes_not_copied:,}",
+            f"{row.handoff_us:.1f}",
+            f"{row.decode_ttft_ms:.1f}",
+            row.way,
+            "yes" if row.equal else "NO",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+    left = {0, 6, 7}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+class Progress:
+    """Says every few seconds what is still awaited."""
+
+    def __init__(self) -> None:
+        self._started = self._said = time.monotonic()
+
+    def __call__(self, server: Server, _: float) -> None:
+        now = time.monotonic()
+        if now - self._said >= PROGRESS_SECONDS:
+            self._said = now
+            say(f"demo: waiting for {server.name} ... {now - self._started:.0f} s")
+
+
+def write_result(rows: Sequence[Row], ok: bool) -> None:
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    result = {"ok": ok, "requests": [asdict(row) for row in rows]}
+    draft = RESULT.with_suffix(".new")
+    draft.write_text(json.dumps(result, indent=2) + "\n")
+    draft.replace(RESULT)
+
+
+# Running it.
+
+
+def start(stack: ExitStack, connector: str | None) -> tuple[Pair, Server]:
+    """Start all servers at once (two cores: quicker than one after the other) and wait."""
+    started, progress = time.monotonic(), Progress()
+    say(f"demo: starting prefill, decode, proxy and a plain server with {MODEL.name} ...")
+    pair = stack.enter_context(Pair(MODEL, connector=connector, max_model_len=MAX_MODEL_LEN))
+    single = stack.enter_context(vllm_server("single", MODEL, max_model_len=MAX_MODEL_LEN))
+    for server in (*pair.servers, single):
+        server.wait_ready(progress=progress)
+        say(f"demo: {server.name} ready after {time.monotonic() - started:.0f} s")
+    return pair, single
+
+
+def converse(pair: Pair, single: Server, rows: list[Row]) -> None:
+    """All requests, one after the other; `rows` keeps what was done if one fails."""
+    try:
+        for case in cases():
+            row = measure(case, pair, single)
+            rows.append(row)
+            say(
+                f"\n[{row.name}] {row.prompt_tokens} prompt tokens, way: {row.way}\n{row.text.strip()}"
+            )
+    except (DemoError, httpx.HTTPError) as error:
+        dead = [server for server in (*pair.servers, single) if not server.running]
+        tails = [f"{one.name}:\n{one.log_tail()}" for one in dead or (pair.prefill, pair.decode)]
+        raise DemoError("\n".join([f"{error!s:.2000}", *tails])) from error
+
+
+def run(connector: str | None) -> bool:
+    """The whole demo; True if all answers were equal and all prompts attached."""
+    RESULT.unlink(missing_ok=True)
+    rows: list[Row] = []
+    ok = False
+    with ExitStack() as stack:
+        try:
+            pair, single = start(stack, connector)
+            converse(pair, single, rows)
+            ok = all(row.equal and row.way == ATTACH for row in rows)
+        finally:
+            # From here on only cleaning up: a second Ctrl-C must not leave servers behind.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            write_result(rows, ok)
+    say(f"\n{table(rows)}\n")
+    say(f"demo: {'all equal, all attached' if ok else 'NOT all equal and attached'}; see {RESULT}")
+    return ok
+
+
+def interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Demo of vllm-mc2 with real servers.")
+    parser.add_argument("--without-connector", action="store_true", help="plain servers (fails)")
+    arguments = parser.parse_args()
+    if not (MODEL / "config.json").exists():
+        print(f"demo: {MODEL} is missing; run `make setup`", file=sys.stderr)
+        return 1
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return 0 if run(None if arguments.without_connector else CONNECTOR) else 1
+    except KeyboardInterrupt:
+        print("demo: interrupted, everything stopped", file=sys.stderr)
+        return 130
+    except (ServerError, DemoError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
