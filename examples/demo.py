@@ -1,6 +1,6 @@
 """Show it working: real prompts through prefill, decode and proxy, compared with a plain server.
 
-    make demo            (or: .venv/bin/python examples/demo.py)
+    make demo            (or: .venv/bin/python -m examples.demo)
 
 Starts four processes: a prefill and a decode server that hand over KV by block table, the proxy, and a
 plain single server for reference. Asks the proxy and the plain server the same, greedily, and compares
@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pair import CONNECTOR, ROOT, Pair, Server, ServerError, vllm_server
+from examples.pair import CONNECTOR, ROOT, Pair, Server, ServerError, vllm_server
 
 MODEL = ROOT / "build" / "models" / "smollm2-135m-instruct"
 RESULT = ROOT / "build" / "demo.json"
@@ -93,12 +93,12 @@ def cases() -> list[Case]:
         return {"messages": [{"role": "user", "content": question}]}
 
     return [
-        Case("short", COMPLETIONS, {"prompt": "The capital of France is"}),
-        Case("long", COMPLETIONS, {"prompt": f"{STORY}\nThen she fell asleep, and dreamt"}),
+        Case("short", COMPLETIONS, {"prompt": "Once upon a time, in a small village by the sea,"}),
+        Case("long", COMPLETIONS, {"prompt": f"{STORY}\nSuddenly, thump! thump! down she came upon"}),
         Case("chat", CHAT, chat("Explain in two sentences why the sky is blue.")),
-        Case("stream", CHAT, {**chat("Count from one to ten in words."), "stream": True}),
-        Case("shared-1", CHAT, chat(f"{STORY}\nWhat did the Rabbit take out of its pocket?")),
-        Case("shared-2", CHAT, chat(f"{STORY}\nWhat was written on the jar?")),
+        Case("stream", CHAT, {**chat("Write one sentence about the moon."), "stream": True}),
+        Case("shared-1", CHAT, chat(STORY + "\nQuestion: What is the name of Alice's cat?")),
+        Case("shared-2", CHAT, chat(f"{STORY}\nWhat colour was the Rabbit? Answer in one sentence.")),
     ]
 
 
@@ -117,9 +117,7 @@ def ask(url: str, case: Case) -> Reply:
     if body.get("stream"):
         body["stream_options"] = {"include_usage": True}
     reply = Reply()
-    with httpx.stream(
-        "POST", url + case.path, json=body, timeout=REQUEST_SECONDS, trust_env=False
-    ) as answer:
+    with httpx.stream("POST", url + case.path, json=body, timeout=REQUEST_SECONDS, trust_env=False) as answer:
         if answer.is_error:
             raise DemoError(f"{case.name}: status {answer.status_code}: {answer.read().decode()}")
         if body.get("stream"):
@@ -222,11 +220,11 @@ def say(text: str) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows, at most 100 columns wide."""
-    titles = ("request", "prompt tokens", "blocks attached", "KV bytes not copied")
-    titles += ("hand-off us", "decode TTFT ms", "way", "equal")
+    titles = ["request", "prompt tokens", "blocks attached", "KV bytes not copied"]
+    titles += ["hand-off us", "decode TTFT ms", "way", "equal"]
     lines = [titles]
     lines += [
-        (
+        [
             row.name,
             str(row.prompt_tokens),
             str(row.blocks_attached),
@@ -235,7 +233,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.decode_ttft_ms:.1f}",
             row.way,
             "yes" if row.equal else "NO",
-        )
+        ]
         for row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
@@ -291,9 +289,7 @@ def converse(pair: Pair, single: Server, rows: list[Row]) -> None:
         for case in cases():
             row = measure(case, pair, single)
             rows.append(row)
-            say(
-                f"\n[{row.name}] {row.prompt_tokens} prompt tokens, way: {row.way}\n{row.text.strip()}"
-            )
+            say(f"\n[{row.name}] {row.prompt_tokens} prompt tokens, way: {row.way}\n{row.text.strip()}")
     except (DemoError, httpx.HTTPError) as error:
         dead = [server for server in (*pair.servers, single) if not server.running]
         tails = [f"{one.name}:\n{one.log_tail()}" for one in dead or (pair.prefill, pair.decode)]
@@ -312,7 +308,8 @@ def run(connector: str | None) -> bool:
             ok = all(row.equal and row.way == ATTACH for row in rows)
         finally:
             # From here on only cleaning up: a second Ctrl-C must not leave servers behind.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             write_result(rows, ok)
     say(f"\n{table(rows)}\n")
     say(f"demo: {'all equal, all attached' if ok else 'NOT all equal and attached'}; see {RESULT}")
@@ -330,7 +327,9 @@ def main() -> int:
     if not (MODEL / "config.json").exists():
         print(f"demo: {MODEL} is missing; run `make setup`", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, interrupt)
+    # Also SIGINT: a shell that starts this in the background sets it to be ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     try:
         return 0 if run(None if arguments.without_connector else CONNECTOR) else 1
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ its own, with its output in a log file; `close()`, or leaving its `with` block, 
 that it started. `Pair` is a prefill server, a decode server and the proxy, started side by side.
 
     with Pair(model) as pair:
+        pair.wait_ready()
         httpx.post(f"{pair.url}/v1/completions", json={...})
 
 Single-threaded: one owner calls the methods of a `Server`. The servers answer on the loopback address only.
@@ -278,9 +279,7 @@ class Pair:
         environment: Mapping[str, str] | None = None,
         log_dir: Path = LOGS,
     ) -> None:
-        def start(
-            name: str, role: Role, extra: Mapping[str, Any] | None, more: Sequence[str]
-        ) -> Server:
+        def start(name: str, role: Role, extra: Mapping[str, Any] | None, more: Sequence[str]) -> Server:
             config = None
             if connector is not None:
                 config = kv_transfer_config(role, connector=connector, policy=policy, extra=extra)
@@ -294,20 +293,18 @@ class Pair:
                 environment=environment,
                 log_dir=log_dir,
             )
-            return self._stack.enter_context(server)
+            return starting.enter_context(server)
 
         names = ("prefill", "decode", "proxy")
         ports = dict(zip(names, free_ports(len(names)), strict=True))
-        with ExitStack() as self._stack:
+        with ExitStack() as starting:
             self.prefill = start("prefill", "kv_producer", prefill_extra, prefill_arguments)
             self.decode = start("decode", "kv_consumer", decode_extra, decode_arguments)
-            self.proxy = self._stack.enter_context(
-                proxy_server(
-                    [self.prefill.url], [self.decode.url], port=ports["proxy"], log_dir=log_dir
-                )
+            self.proxy = starting.enter_context(
+                proxy_server([self.prefill.url], [self.decode.url], port=ports["proxy"], log_dir=log_dir)
             )
             # All started: from here on `close` owns them.
-            self._stack = self._stack.pop_all()
+            self._stack = starting.pop_all()
 
     def __enter__(self) -> Self:
         return self

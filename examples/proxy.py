@@ -88,7 +88,7 @@ class UpstreamError(Exception):
         self.status = status
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """The client closed its connection."""
 
 
@@ -173,13 +173,13 @@ async def client_left(receive: Receive) -> None:
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`; if the client leaves first, `work` is cancelled and `ClientGone` raised."""
+    """Result of `work`; if the client leaves first, `work` is cancelled and `ClientGoneError` raised."""
     task = asyncio.ensure_future(work)
     left = asyncio.ensure_future(client_left(receive))
     try:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGoneError
         return task.result()
     finally:
         for one in (task, left):
@@ -208,7 +208,7 @@ class Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_client_leaves(receive, self._send(send))
-        except ClientGone:
+        except ClientGoneError:
             logger.info("client left while decode was answering")
         except httpx.HTTPError as error:
             # The head is out; ending here without the last chunk tells the client that bytes are missing.
@@ -228,9 +228,7 @@ class Relay(Response):
 class Proxy:
     """The servers, whose turn it is, and the two legs of a request. Lives in one event loop."""
 
-    def __init__(
-        self, prefills: Sequence[str], decodes: Sequence[str], max_body_bytes: int = MAX_BODY_BYTES
-    ) -> None:
+    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._turns: dict[Leg, Iterator[str]] = {
             "prefill": itertools.cycle([url.rstrip("/") for url in prefills]),
             "decode": itertools.cycle([url.rstrip("/") for url in decodes]),
@@ -357,7 +355,7 @@ def build_app(proxy: Proxy) -> FastAPI:
         await proxy.close()
 
     app = FastAPI(title="vllm-mc2 example proxy", lifespan=lifespan)
-    for kind in (ClientError, UpstreamError, ClientGone):
+    for kind in (ClientError, UpstreamError, ClientGoneError):
         app.add_exception_handler(kind, on_error)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.add_api_route(path, proxy.generate, methods=["POST"], response_model=None)
@@ -367,7 +365,7 @@ def build_app(proxy: Proxy) -> FastAPI:
 
 
 def server_url(text: str) -> str:
-    """argparse type: a URL that can be asked."""
+    """Parse an argument: a URL that can be asked."""
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
@@ -379,12 +377,8 @@ def server_url(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Proxy for prefill and decode servers.")
-    parser.add_argument(
-        "--prefill", action="append", required=True, type=server_url, help="URL; may be repeated"
-    )
-    parser.add_argument(
-        "--decode", action="append", required=True, type=server_url, help="URL; may be repeated"
-    )
+    parser.add_argument("--prefill", action="append", required=True, type=server_url, help="URL; may be repeated")
+    parser.add_argument("--decode", action="append", required=True, type=server_url, help="URL; may be repeated")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-body-bytes", type=int, default=MAX_BODY_BYTES)

@@ -11,10 +11,13 @@ A :class:`Channel` belongs to one thread at a time.
 """
 
 import array
+import atexit
 import contextlib
 import errno
 import os
+import re
 import select
+import signal
 import socket
 import stat
 import struct
@@ -22,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from vllm_mc2 import protocol
 from vllm_mc2.errors import ConfigError, PeerUnreachableError, ProtocolError
@@ -55,24 +58,69 @@ def socket_path(directory: Path, socket_id: str) -> Path:
     return directory / f"{socket_id[:16]}.sock"
 
 
-def sweep_stale_sockets(directory: Path) -> int:
+_PF_EXITING = 0x4
+_SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
+_swept_at_exit: set[Path] = set()
+
+
+def sweep_at_exit(directory: Path) -> None:
+    """Sweep once more when this process exits; idempotent.
+
+    For vLLM's front end: on SIGTERM it kills its engine processes without giving them time to clean up (unless it runs
+    with ``--shutdown-timeout``), and exits in order itself.
+    """
+    if directory not in _swept_at_exit:
+        _swept_at_exit.add(directory)
+        atexit.register(sweep_stale_sockets, directory, patience_seconds=5.0)
+
+
+def sweep_stale_sockets(directory: Path, patience_seconds: float = 0.0) -> int:
     """Remove the sockets of processes that were killed. A socket that somebody listens on is left alone.
+
+    ``patience_seconds``: how long to wait for listeners that have been killed and are still being torn down, which takes
+    a moment for a process with much memory.
 
     Returns:
         How many were removed.
     """
+    deadline = time.monotonic() + patience_seconds
     removed = 0
-    for path in directory.glob("*.sock"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(0.2)
-            try:
-                probe.connect(os.fspath(path))
-            except ConnectionRefusedError:
+    paths = list(directory.glob("*.sock"))
+    while paths:
+        states = {path: _listener_state(path) for path in paths}
+        for path, state in states.items():
+            if state == "dead":
                 path.unlink(missing_ok=True)
                 removed += 1
-            except OSError:
-                continue  # busy or just gone: not proven dead, so not ours to remove
+        paths = [path for path, state in states.items() if state == "dying"]
+        if time.monotonic() >= deadline:
+            break
+        if paths:
+            time.sleep(0.02)
     return removed
+
+
+def _listener_state(path: Path) -> Literal["alive", "dying", "dead"]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(os.fspath(path))
+            pid, _ = peer_credentials(probe)
+        except ConnectionRefusedError:
+            return "dead"
+        except OSError:
+            return "alive"  # busy, or just gone: not proven dead, so not ours to remove
+    return "dying" if _is_dying(pid) else "alive"
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether the process has been killed (proc(5): ``PF_EXITING`` in its flags, or SIGKILL pending)."""
+    try:
+        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+        pending = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except (OSError, IndexError, ValueError):
+        return True
+    return bool(flags & _PF_EXITING) or any(int(mask, 16) & _SIGKILL_BIT for mask in pending)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:

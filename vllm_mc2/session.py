@@ -90,9 +90,12 @@ class SessionServer:
         self.path = socket_path(directory, socket_id)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            self._listener.bind(os.fspath(self.path))
-            self.path.chmod(0o600)
+            # Only a socket that listens gets the final name: a sweep takes one that refuses connections for dead.
+            unnamed = self.path.with_suffix(".new")
+            self._listener.bind(os.fspath(unnamed))
+            unnamed.chmod(0o600)
             self._listener.listen(128)
+            unnamed.rename(self.path)
         except OSError as error:
             self._listener.close()
             raise ConfigError(f"socket_dir: cannot listen on {self.path}: {error}") from error

@@ -28,7 +28,7 @@
 #include "memory/pool.h"
 
 namespace nb = nanobind;
-using namespace nb::literals;  // NOLINT(google-build-using-namespace): the literal operator only
+using namespace nb::literals;
 
 namespace {
 
@@ -48,8 +48,8 @@ void translate_system_error(const std::exception_ptr& pointer, void* /*payload*/
 
 template <typename Class>
 void add_context_manager(nb::class_<Class>& type) {
-    type.def("__enter__", [](nb::object self) { return self; });
-    type.def("__exit__", [](nb::object self, const nb::args&) { self.attr("close")(); });
+    type.def("__enter__", [](const nb::object& self) { return self; });
+    type.def("__exit__", [](const nb::object& self, const nb::args&) { self.attr("close")(); });
 }
 
 mc2::HugePages huge_pages_of(const std::string& name) {
@@ -116,7 +116,7 @@ const char* name_of(mc2::lease::Verdict reason) {
     return "expired";
 }
 
-void bind_pool(nb::module_& module) {
+void bind_pool(const nb::module_& module) {
     nb::class_<mc2::Pool> type(module, "Pool");
     type.def(
             "__init__",
@@ -140,7 +140,7 @@ void bind_pool(nb::module_& module) {
 
 // Shares the range with the buffers made from it, so that a tensor keeps its memory whatever happens to the owner.
 class SharedRange {
-   public:
+ public:
     explicit SharedRange(std::size_t num_bytes)
         : range_(std::make_shared<mc2::AddressRange>(num_bytes)) {}
 
@@ -170,11 +170,11 @@ class SharedRange {
         range_->close();
     }
 
-   private:
+ private:
     std::shared_ptr<mc2::AddressRange> range_;
 };
 
-void bind_address_range(nb::module_& module) {
+void bind_address_range(const nb::module_& module) {
     using CopyTuple = std::tuple<std::size_t, std::size_t, std::size_t>;
     nb::class_<SharedRange> type(module, "AddressRange");
     type.def(nb::init<std::size_t>(), "num_bytes"_a)
@@ -186,9 +186,8 @@ void bind_address_range(nb::module_& module) {
         .def(
             "map_pool",
             [](const SharedRange& self, std::size_t offset, const mc2::Pool& pool,
-               std::size_t pool_offset, std::size_t num_bytes) {
-                self->map_pool(offset, pool, pool_offset, num_bytes);
-            },
+               std::size_t pool_offset,
+               std::size_t num_bytes) { self->map_pool(offset, pool, pool_offset, num_bytes); },
             NoGil(), "offset"_a, "pool"_a, "pool_offset"_a, "num_bytes"_a)
         .def(
             "map_anonymous",
@@ -219,7 +218,9 @@ void bind_address_range(nb::module_& module) {
                 std::vector<mc2::Copy> copies;
                 copies.reserve(tuples.size());
                 for (const auto& [dst_offset, src_offset, num_bytes] : tuples) {
-                    copies.push_back({dst_offset, src_offset, num_bytes});
+                    copies.push_back({.dst_offset = dst_offset,
+                                      .src_offset = src_offset,
+                                      .num_bytes = num_bytes});
                 }
                 self->copy(copies);
             },
@@ -281,13 +282,12 @@ nb::list rows(const LeaseTable& self) {
 nb::list sweep(LeaseTable& self) {
     nb::list ended;
     for (const auto& lease : self.sweep()) {
-        ended.append(
-            nb::make_tuple(lease.id.slot, lease.id.generation, name_of(lease.reason)));
+        ended.append(nb::make_tuple(lease.id.slot, lease.id.generation, name_of(lease.reason)));
     }
     return ended;
 }
 
-void bind_lease_table(nb::module_& module) {
+void bind_lease_table(const nb::module_& module) {
     nb::class_<LeaseTable> type(module, "LeaseTable");
     type.def(nb::init<std::size_t, std::size_t>(), NoGil(), "num_slots"_a, "max_blocks"_a)
         .def_prop_ro("fd", &LeaseTable::fd)
@@ -310,9 +310,10 @@ void bind_lease_table(nb::module_& module) {
     add_context_manager(type);
 }
 
-using SlotArgument = std::uint64_t;  // wider than the words: what no slot can be is refused by the core
+using SlotArgument =
+    std::uint64_t;  // wider than the words: what no slot can be is refused by the core
 
-void bind_lease_reader(nb::module_& module) {
+void bind_lease_reader(const nb::module_& module) {
     nb::class_<LeaseReader> type(module, "LeaseReader");
     type.def(nb::init<int, int>(), NoGil(), "index_fd"_a, "ledger_fd"_a)
         .def_prop_ro("num_slots", &LeaseReader::num_slots)
@@ -358,7 +359,7 @@ void bind_lease_reader(nb::module_& module) {
 
 }  // namespace
 
-NB_MODULE(_native, module) {
+NB_MODULE(_native, module) {  // NOLINT(performance-unnecessary-value-param): the macro says how
     nb::register_exception_translator(translate_system_error);
     module.attr("HUGE_PAGE_BYTES") = mc2::kHugePageBytes;
     bind_pool(module);

@@ -92,8 +92,8 @@ ClaimResult Claimant::poll(std::uint64_t slot, std::uint64_t generation) {
 
 ClaimResult Claimant::settle(std::size_t slot) {
     Entry& entry = entries_[slot];
-    const ClaimResult result = verdict_on_claim(
-        index_.state(slot).load(std::memory_order_seq_cst), entry.word.generation);
+    const ClaimResult result =
+        verdict_on_claim(index_.state(slot).load(std::memory_order_seq_cst), entry.word.generation);
     switch (result) {
         case ClaimResult::kPending:
             break;

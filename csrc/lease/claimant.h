@@ -22,7 +22,7 @@ struct LeaseInfo {
 };
 
 class Claimant {
-   public:
+ public:
     // Both segments belong together and are mapped for longer than this lives; the ledger is unused.
     Claimant(const Words& index, const Words& ledger, std::size_t num_slots,
              std::size_t max_blocks);
@@ -40,7 +40,7 @@ class Claimant {
     [[nodiscard]] std::size_t num_slots() const { return entries_.size(); }
     [[nodiscard]] std::size_t max_blocks() const { return max_blocks_; }
 
-   private:
+ private:
     struct Entry {
         LedgerWord word;  // as last written
         std::uint16_t held = 0;

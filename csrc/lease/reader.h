@@ -13,7 +13,7 @@
 namespace mc2::lease {
 
 class LeaseReader {
-   public:
+ public:
     // Throws std::invalid_argument on anything wrong with the segments.
     LeaseReader(int index_fd, int ledger_fd);
 
@@ -25,7 +25,7 @@ class LeaseReader {
     [[nodiscard]] std::size_t num_slots() const { return index_.geometry.num_slots; }
     [[nodiscard]] std::size_t max_blocks() const { return index_.geometry.max_blocks; }
 
-   private:
+ private:
     OpenedSegment index_;
     OpenedSegment ledger_;
     std::optional<Claimant> claimant_;

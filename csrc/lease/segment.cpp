@@ -15,8 +15,7 @@ namespace {
 constexpr std::size_t kCacheLineBytes = 64;
 
 std::size_t checked_total(std::size_t num_slots, std::size_t slot_stride, std::size_t max_blocks) {
-    if (num_slots == 0 ||
-        num_slots > (kMaxSegmentBytes - sizeof(Header)) / slot_stride) {
+    if (num_slots == 0 || num_slots > (kMaxSegmentBytes - sizeof(Header)) / slot_stride) {
         throw_invalid("num_slots " + std::to_string(num_slots) + " with max_blocks " +
                       std::to_string(max_blocks) + " does not make a segment of 1 to " +
                       std::to_string(kMaxSegmentBytes) + " bytes");
@@ -81,8 +80,7 @@ void require_writable(int fd, const SealedFile& file) {
 
 }  // namespace
 
-Geometry Geometry::of_index(std::size_t num_slots, std::size_t max_blocks,
-                            std::uint64_t table_id) {
+Geometry Geometry::of_index(std::size_t num_slots, std::size_t max_blocks, std::uint64_t table_id) {
     if (max_blocks == 0 || max_blocks > kMaxSegmentBytes / sizeof(std::uint32_t)) {
         throw_invalid("max_blocks " + std::to_string(max_blocks) + " with num_slots " +
                       std::to_string(num_slots) + " does not make a segment of 1 to " +
@@ -118,8 +116,7 @@ NewSegment make_index(const Geometry& geometry) {
 NewSegment make_ledger(const Geometry& geometry) {
     NewSegment segment = make_segment(geometry, "mc2-ledger");
     add_seals(segment.file.get(), F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
-    segment.mapping =
-        Mapping::of_file(segment.file.get(), geometry.total_bytes, Access::kReadOnly);
+    segment.mapping = Mapping::of_file(segment.file.get(), geometry.total_bytes, Access::kReadOnly);
     return segment;
 }
 

@@ -47,7 +47,7 @@ OpenedSegment open_segment(int fd, std::uint64_t magic, Access access);
 
 // The words of a mapped segment, for as long as the mapping lives.
 class Words {
-   public:
+ public:
     Words() = default;
     Words(const Mapping& mapping, const Geometry& geometry)
         : base_(mapping.data()), stride_(geometry.slot_stride) {}
@@ -80,7 +80,7 @@ class Words {
         return word(slot, 0);
     }
 
-   private:
+ private:
     [[nodiscard]] std::byte* address(std::size_t slot, std::size_t offset) const {
         return base_ + sizeof(Header) + slot * stride_ + offset;
     }

@@ -115,8 +115,8 @@ std::vector<EndedLease> LeaseTable::sweep() {
             ++i;
             continue;
         }
-        ended.push_back({.id = {.slot = slot, .generation = leases_[slot].generation},
-                         .reason = verdict});
+        ended.push_back(
+            {.id = {.slot = slot, .generation = leases_[slot].generation}, .reason = verdict});
         active_[i] = active_.back();
         active_.pop_back();
         free_.push_back(slot);
@@ -158,8 +158,8 @@ void LeaseTable::keep(std::size_t slot, const Counts& counts) {
 Counts LeaseTable::look(std::size_t slot) const {
     Counts counts = leases_[slot].dropped;
     for (const auto& entry : ledgers_) {
-        const auto word = LedgerWord::unpack(
-            entry.second.words.ledger(slot).load(std::memory_order_seq_cst));
+        const auto word =
+            LedgerWord::unpack(entry.second.words.ledger(slot).load(std::memory_order_seq_cst));
         if (word.generation == leases_[slot].generation) {
             counts.add(word);
         }
@@ -188,8 +188,8 @@ void LeaseTable::drop_ledger(std::uint64_t id) {
         throw_invalid("no ledger " + std::to_string(id));
     }
     for (const std::uint32_t slot : active_) {
-        const auto word = LedgerWord::unpack(
-            node.mapped().words.ledger(slot).load(std::memory_order_seq_cst));
+        const auto word =
+            LedgerWord::unpack(node.mapped().words.ledger(slot).load(std::memory_order_seq_cst));
         if (word.generation == leases_[slot].generation) {
             leases_[slot].dropped.add_dropped(word);
         }

@@ -54,7 +54,7 @@ struct LedgerHandle {
 };
 
 class LeaseTable {
-   public:
+ public:
     // Throws std::invalid_argument when the table would exceed kMaxSegmentBytes.
     LeaseTable(std::size_t num_slots, std::size_t max_blocks);
 
@@ -76,7 +76,7 @@ class LeaseTable {
     [[nodiscard]] std::size_t max_blocks() const { return geometry_.max_blocks; }
     [[nodiscard]] std::size_t num_active() const;
 
-   private:
+ private:
     friend struct TestAccess;
 
     using Clock = std::chrono::steady_clock;

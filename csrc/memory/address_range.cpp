@@ -59,17 +59,15 @@ void require_disjoint(const Copy& copy, std::size_t other_offset, std::size_t ot
 // Sorted destinations are disjoint, so only the neighbours of a source's place can overlap it.
 void require_disjoint(const std::vector<Copy>& copies) {
     std::vector<Copy> sorted = copies;
-    std::sort(sorted.begin(), sorted.end(),
-              [](const Copy& a, const Copy& b) { return a.dst_offset < b.dst_offset; });
+    std::ranges::sort(sorted, {}, &Copy::dst_offset);
     for (std::size_t i = 1; i < sorted.size(); ++i) {
         require_disjoint(sorted[i], sorted[i - 1].dst_offset, sorted[i - 1].num_bytes);
     }
     for (const Copy& copy : copies) {
         // The first destination that ends after the source begins.
-        auto it = std::upper_bound(sorted.begin(), sorted.end(), copy.src_offset,
-                                   [](std::size_t offset, const Copy& other) {
-                                       return offset < other.dst_offset + other.num_bytes;
-                                   });
+        const auto it = std::ranges::upper_bound(
+            sorted, copy.src_offset, {},
+            [](const Copy& other) { return other.dst_offset + other.num_bytes; });
         if (it != sorted.end()) {
             require_disjoint(*it, copy.src_offset, copy.num_bytes);
         }
@@ -127,8 +125,7 @@ void AddressRange::map_file(std::size_t offset, const Source& source, std::size_
                       std::to_string(source.offset) + " are outside a file of " +
                       std::to_string(source.size) + " bytes");
     }
-    const int protection =
-        source.kind == PartKind::kPeer ? PROT_READ : PROT_READ | PROT_WRITE;
+    const int protection = source.kind == PartKind::kPeer ? PROT_READ : PROT_READ | PROT_WRITE;
     const std::scoped_lock lock(mutex_);
     map_part({.offset = offset,
               .num_bytes = num_bytes,

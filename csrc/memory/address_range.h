@@ -24,7 +24,7 @@ struct Copy {
 };
 
 class AddressRange {
-   public:
+ public:
     explicit AddressRange(std::size_t num_bytes);
 
     // Shared and writable; the pool is not sealed yet.
@@ -48,7 +48,7 @@ class AddressRange {
     [[nodiscard]] std::size_t num_bytes() const { return num_bytes_; }
     [[nodiscard]] std::vector<Part> mappings() const;
 
-   private:
+ private:
     struct Source {
         int fd;
         std::size_t offset;

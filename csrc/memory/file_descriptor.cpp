@@ -66,8 +66,8 @@ SealedFile inspect_sealed(int fd) {
     if ((seals & F_SEAL_SHRINK) == 0) {
         throw_invalid("descriptor " + std::to_string(fd) + " is not sealed against shrinking");
     }
-    struct stat status {};
-    struct statfs filesystem {};
+    struct stat status{};
+    struct statfs filesystem{};
     if (::fstat(fd, &status) != 0 || ::fstatfs(fd, &filesystem) != 0) {
         throw_errno("fstat of descriptor " + std::to_string(fd));
     }

@@ -8,7 +8,7 @@
 namespace mc2 {
 
 class FileDescriptor {
-   public:
+ public:
     FileDescriptor() = default;
     explicit FileDescriptor(int fd) : fd_(fd) {}
     FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
@@ -27,7 +27,7 @@ class FileDescriptor {
     [[nodiscard]] int get() const { return fd_; }
     [[nodiscard]] bool valid() const { return fd_ >= 0; }
 
-   private:
+ private:
     int fd_ = -1;
 };
 

@@ -9,7 +9,7 @@ namespace mc2 {
 enum class Access { kReadOnly, kReadWrite };
 
 class Mapping {
-   public:
+ public:
     Mapping() = default;
     Mapping(Mapping&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
@@ -37,7 +37,7 @@ class Mapping {
     [[nodiscard]] std::byte* data() const { return data_; }
     [[nodiscard]] std::size_t size() const { return size_; }
 
-   private:
+ private:
     Mapping(std::byte* data, std::size_t size) : data_(data), size_(size) {}
 
     std::byte* data_ = nullptr;

@@ -19,7 +19,7 @@ struct Part {
 };
 
 class PartMap {
-   public:
+ public:
     void insert(const Part& part);
     // Takes [offset, offset + num_bytes) out, cutting the parts at its ends.
     void erase(std::size_t offset, std::size_t num_bytes);
@@ -34,7 +34,7 @@ class PartMap {
 
     [[nodiscard]] std::vector<Part> list() const;
 
-   private:
+ private:
     using Parts = std::map<std::size_t, Part>;
     // The part that contains `offset`, or the first one after it.
     [[nodiscard]] Parts::const_iterator at_or_after(std::size_t offset) const;

@@ -20,7 +20,7 @@ enum class HugePages { kAuto, kOff, kRequire };
 enum class HugePageMethod { kNone, kHugetlb, kThp, kCollapse };
 
 class Pool {
-   public:
+ public:
     // `num_bytes` is rounded up to 2 MiB. Throws std::system_error(ENOMEM) when there is too little memory, or too
     // little in huge pages where they are required.
     Pool(std::size_t num_bytes, HugePages huge_pages, const std::string& name);
@@ -44,7 +44,7 @@ class Pool {
     [[nodiscard]] HugePageMethod method() const { return method_; }
     [[nodiscard]] bool sealed() const { return sealed_; }
 
-   private:
+ private:
     bool try_hugetlb(const std::string& name);
     void allocate_shmem(const std::string& name, bool thp, bool collapse);
 

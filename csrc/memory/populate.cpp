@@ -43,7 +43,7 @@ void for_each_chunk(std::size_t num_bytes,
         }
     };
     const std::size_t num_chunks = (num_bytes + kChunkBytes - 1) / kChunkBytes;
-    const std::size_t num_threads = std::min<std::size_t>(
+    const auto num_threads = std::min<std::size_t>(
         {num_chunks, kMaxThreads, std::max(1U, std::thread::hardware_concurrency())});
     {
         std::vector<std::jthread> helpers;
@@ -67,8 +67,8 @@ int advise(std::byte* start, std::size_t num_bytes, int advice) {
 
 [[noreturn]] void throw_populate_error(int code, std::size_t num_bytes) {
     // EFAULT stands for "touching it would be SIGBUS", which for shared memory means there is none left.
-    throw_system_error(code == EFAULT ? ENOMEM : code, "madvise(MADV_POPULATE_WRITE) of " +
-                                                           std::to_string(num_bytes) + " bytes");
+    throw_system_error(code == EFAULT ? ENOMEM : code,
+                       "madvise(MADV_POPULATE_WRITE) of " + std::to_string(num_bytes) + " bytes");
 }
 
 // pwrite reports a lack of memory as an error, where a store would be SIGBUS.
@@ -90,8 +90,7 @@ bool populate_with_huge_pages(const Mapping& mapping) {
     }
     std::atomic<bool> supported{true};
     for_each_chunk(mapping.size(), [&](std::size_t offset, std::size_t num_bytes) {
-        const int code =
-            advise(mapping.data() + offset, num_bytes, linux_abi::kMadvPopulateWrite);
+        const int code = advise(mapping.data() + offset, num_bytes, linux_abi::kMadvPopulateWrite);
         if (code == EINVAL) {
             supported = false;
         } else if (code != 0) {

@@ -1,5 +1,6 @@
 // A test harness in one header: no download, and it works in forked children and under every sanitizer.
 //
+// Inside an anonymous namespace:
 //   MC2_TEST(name) { CHECK(x); CHECK_EQ(a, b); CHECK_THROWS(std::invalid_argument, f()); }
 //
 // A failed check prints, is counted and lets the test go on; the binary's exit status tells. check_selftest.cpp shows that
@@ -22,7 +23,9 @@ std::vector<Test>& tests();
 void fail(const char* file, int line, const std::string& message);
 
 struct Registration {
-    Registration(const char* name, void (*body)()) { tests().push_back({name, body}); }
+    Registration(const char* name, void (*body)()) {
+        tests().push_back({.name = name, .body = body});
+    }
 };
 
 // Runs `body` in a forked child and returns the signal that ended it, 0 when it ran through.
@@ -30,16 +33,16 @@ int signal_of_child(const std::function<void()>& body);
 
 }  // namespace mc2::test
 
-#define MC2_TEST(name)                                                         \
-    static void test_##name();                                                 \
-    static const mc2::test::Registration registration_##name(#name, test_##name); \
-    static void test_##name()
+#define MC2_TEST(name)                                                     \
+    void test_##name();                                                    \
+    const mc2::test::Registration registration_##name(#name, test_##name); \
+    void test_##name()
 
-#define CHECK(condition)                                             \
-    do {                                                             \
-        if (!(condition)) {                                          \
+#define CHECK(condition)                                              \
+    do {                                                              \
+        if (!(condition)) {                                           \
             mc2::test::fail(__FILE__, __LINE__, "CHECK " #condition); \
-        }                                                            \
+        }                                                             \
     } while (false)
 
 #define CHECK_EQ(left, right)                                                   \
@@ -49,15 +52,15 @@ int signal_of_child(const std::function<void()>& body);
         }                                                                       \
     } while (false)
 
-#define CHECK_THROWS(type, expression)                                                  \
-    do {                                                                                \
-        bool thrown = false;                                                            \
-        try {                                                                           \
-            (void)(expression);                                                         \
-        } catch (const type&) {                                                         \
-            thrown = true;                                                              \
-        }                                                                               \
-        if (!thrown) {                                                                  \
+#define CHECK_THROWS(type, expression)                                                   \
+    do {                                                                                 \
+        bool thrown = false;                                                             \
+        try {                                                                            \
+            (void)(expression);                                                          \
+        } catch (const type&) {                                                          \
+            thrown = true;                                                               \
+        }                                                                                \
+        if (!thrown) {                                                                   \
             mc2::test::fail(__FILE__, __LINE__, "CHECK_THROWS " #type ", " #expression); \
-        }                                                                               \
+        }                                                                                \
     } while (false)

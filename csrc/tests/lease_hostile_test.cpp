@@ -2,6 +2,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstring>
 #include <limits>
 
@@ -70,18 +71,19 @@ MC2_TEST(every_header_field_is_checked) {
     constexpr auto kHuge = std::numeric_limits<std::uint64_t>::max();
     for (const bool forge_index : {true, false}) {
         for (std::size_t field = 0; field < offsetof(Header, reserved) / 8; ++field) {
-            for (const std::uint64_t value : {std::uint64_t{0}, std::uint64_t{5}, kHuge,
-                                              kHuge / sizeof(Header) + 1, std::uint64_t{1} << 32U}) {
+            for (const std::uint64_t value :
+                 {std::uint64_t{0}, std::uint64_t{5}, kHuge, kHuge / sizeof(Header) + 1,
+                  std::uint64_t{1} << 32U}) {
                 const Forgery forgery;
                 const FileDescriptor& file = forge_index ? forgery.index : forgery.ledger;
                 Header header = Forgery::read_header(file);
-                std::uint64_t words[sizeof(Header) / 8];
-                std::memcpy(words, &header, sizeof(header));
+                std::array<std::uint64_t, sizeof(Header) / 8> words{};
+                std::memcpy(words.data(), &header, sizeof(header));
                 if (words[field] == value) {
                     continue;
                 }
                 words[field] = value;
-                std::memcpy(&header, words, sizeof(header));
+                std::memcpy(&header, words.data(), sizeof(header));
                 Forgery::write_header(file, header);
                 CHECK_THROWS(std::invalid_argument, forgery.open());
             }

@@ -75,7 +75,7 @@ struct Equal {
 };
 
 class Model {
-   public:
+ public:
     explicit Model(const Rules& rules) : rules_(rules) {}
 
     // The first violation found, or nothing.
@@ -92,7 +92,7 @@ class Model {
     }
     [[nodiscard]] std::size_t num_states() const { return states_.size(); }
 
-   private:
+ private:
     static constexpr std::size_t kNobody = ~std::size_t{0};
 
     void visit(const State& state, std::size_t from) {
@@ -164,7 +164,8 @@ class Model {
             next.timed_out = true;
             visit(next, current_);
         }
-        for (std::size_t i = 0; i < kNumDecodes; ++i) {  // drop the dead, under the same lock as a sweep
+        for (std::size_t i = 0; i < kNumDecodes;
+             ++i) {  // drop the dead, under the same lock as a sweep
             const Decode& decode = state.decodes[i];
             if (decode.alive || decode.dropped) {
                 continue;
@@ -362,7 +363,8 @@ MC2_TEST(without_waiting_for_the_verdict_it_breaks) {
     CHECK_EQ(Model(Rules{.wait_for_verdict = false}).explore(), "freed while held");
 }
 
-// Either rule alone would do against a ticket for a generation to come.
+// Either rule alone keeps a ticket for a generation to come from ending it. The look is there for one more reason: without
+// it such a claim would overwrite the record of a release that P has not seen yet, and the lease would wait for its time.
 MC2_TEST(guessed_tickets_break_it_only_without_both_rules) {
     CHECK_EQ(Model(Rules{.look_before_write = false, .take_back_dead = false}).explore(),
              "ended as released, but nobody held and released it");

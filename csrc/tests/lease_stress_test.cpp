@@ -15,7 +15,6 @@ using mc2::lease::ClaimResult;
 using mc2::lease::LeaseId;
 using mc2::lease::LeaseTable;
 using mc2::lease::TestAccess;
-using mc2::lease::Verdict;
 
 constexpr std::size_t kNumSlots = 4;  // few, so that slots are reused under the decodes' eyes
 constexpr int kNumDecodes = 3;
@@ -24,7 +23,7 @@ constexpr std::uint64_t kNumLeases = 10'000;
 #else
 constexpr std::uint64_t kNumLeases = 50'000;
 #endif
-constexpr auto kDeadline = std::chrono::seconds(100);
+constexpr auto kTimeBudget = std::chrono::seconds(20);
 
 struct World {
     LeaseTable table{kNumSlots, 4};
@@ -40,7 +39,7 @@ struct World {
 
 // One life of a decode: claims at random until it dies with whatever it holds.
 class Life {
-   public:
+ public:
     Life(World& world, std::uint32_t seed)
         : world_(world),
           random_(seed),
@@ -65,7 +64,7 @@ class Life {
         ++world_.num_deaths;
     }
 
-   private:
+ private:
     std::size_t pick(std::size_t bound) { return random_() % bound; }
 
     void claim_one() {
@@ -73,7 +72,8 @@ class Life {
         const std::uint64_t ticket = world_.tickets[slot].load(std::memory_order_relaxed);
         // Mostly the present ticket, sometimes the one before or the one to come.
         const auto drift = pick(16);
-        const std::uint64_t generation = drift == 0 ? ticket - 1 : (drift == 1 ? ticket + 1 : ticket);
+        const std::uint64_t generation =
+            drift == 0 ? ticket - 1 : (drift == 1 ? ticket + 1 : ticket);
         if (pick(4) == 0) {
             const auto info = claimant_.peek(slot, generation);
             if (info && info->token != mc2::test::token(static_cast<std::uint8_t>(generation))) {
@@ -93,8 +93,7 @@ class Life {
         const LeaseId id{.slot = slot, .generation = static_cast<std::uint32_t>(generation)};
         held_.push_back(id);
         read_blocks(id);
-        if (claimant_.blocks(slot, generation) !=
-            std::vector<std::uint32_t>{slot, id.generation}) {
+        if (claimant_.blocks(slot, generation) != std::vector<std::uint32_t>{slot, id.generation}) {
             ++world_.num_wrong;
         }
     }
@@ -134,9 +133,8 @@ void publish_one(World& world, std::uint64_t count) {
     const std::uint32_t generation = TestAccess::next_generation(world.table, slot);
     world.blocks[slot] = generation;
     const double timeout = count % 3 == 0 ? mc2::test::kForever : 0.0;
-    const auto id =
-        mc2::test::publish(world.table, timeout, {slot, generation},
-                           static_cast<std::uint8_t>(generation));
+    const auto id = mc2::test::publish(world.table, timeout, {slot, generation},
+                                       static_cast<std::uint8_t>(generation));
     CHECK(id && id->slot == slot && id->generation == generation);
     world.tickets[slot].store(generation, std::memory_order_relaxed);
 }
@@ -145,6 +143,7 @@ MC2_TEST(nobody_reads_what_is_reused) {
     World world;
     {
         std::vector<std::jthread> decodes;
+        decodes.reserve(kNumDecodes);
         for (int i = 0; i < kNumDecodes; ++i) {
             decodes.emplace_back([&world, i] {
                 for (std::uint32_t life = 0; !world.stop; ++life) {
@@ -152,7 +151,7 @@ MC2_TEST(nobody_reads_what_is_reused) {
                 }
             });
         }
-        const auto end = std::chrono::steady_clock::now() + kDeadline;
+        const auto end = std::chrono::steady_clock::now() + kTimeBudget;
         std::uint64_t num_published = 0;
         while (num_published < kNumLeases && std::chrono::steady_clock::now() < end) {
             if (world.table.num_active() < kNumSlots) {
@@ -164,7 +163,7 @@ MC2_TEST(nobody_reads_what_is_reused) {
             sweep(world);
         }
         world.stop = true;
-        CHECK(num_published >= 1000);
+        CHECK(num_published >= 100);
         std::cout << num_published << " leases: " << world.num_held << " held, "
                   << world.num_pending << " pending polls, " << world.num_dead << " dead, "
                   << world.num_deaths << " deaths\n";

@@ -232,9 +232,9 @@ MC2_TEST(writes_of_the_wrong_side_fault) {
                      .mapping.data()[64] = std::byte{1};
              }),
              SIGSEGV);
-    CHECK_THROWS(std::invalid_argument,
-                 mc2::lease::open_segment(table.fd(), mc2::lease::kIndexMagic,
-                                          mc2::Access::kReadWrite));
+    CHECK_THROWS(
+        std::invalid_argument,
+        mc2::lease::open_segment(table.fd(), mc2::lease::kIndexMagic, mc2::Access::kReadWrite));
 }
 
 MC2_TEST(closed_objects_refuse) {

@@ -64,9 +64,10 @@ void bench_leases(std::size_t num_blocks) {
 void bench_pools() {
     constexpr double kMillisecond = 1e-3;
     constexpr std::size_t kBytes = std::size_t{1} << 30U;
-    for (int round = 0; round < 2; ++round) {  // the first one also pays for what the hypervisor has not backed yet
-        for (const auto& [name, mode] : {std::pair{"off", mc2::HugePages::kOff},
-                                         std::pair{"auto", mc2::HugePages::kAuto}}) {
+    for (int round = 0; round < 2;
+         ++round) {  // the first one also pays for what the hypervisor has not backed yet
+        for (const auto& [name, mode] :
+             {std::pair{"off", mc2::HugePages::kOff}, std::pair{"auto", mc2::HugePages::kAuto}}) {
             std::size_t huge_bytes = 0;
             report(std::string("1 GiB pool, huge pages ") + name, seconds_of([&, mode = mode] {
                        const mc2::Pool pool(kBytes, mode, "bench");

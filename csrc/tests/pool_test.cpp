@@ -33,7 +33,7 @@ int errno_of(const std::function<void()>& body) {
 }
 
 std::size_t committed_bytes(int fd) {
-    struct stat status {};
+    struct stat status{};
     CHECK_EQ(::fstat(fd, &status), 0);
     constexpr std::size_t kStatBlockBytes = 512;
     return static_cast<std::size_t>(status.st_blocks) * kStatBlockBytes;
@@ -77,8 +77,7 @@ MC2_TEST(seals_fix_size_and_writers) {
     pool.seal();
     CHECK_THROWS(std::invalid_argument, pool.writable_fd());
     const int fd = pool.exported_fd();
-    const int wanted =
-        F_SEAL_SHRINK | F_SEAL_GROW | mc2::linux_abi::kSealFutureWrite | F_SEAL_SEAL;
+    const int wanted = F_SEAL_SHRINK | F_SEAL_GROW | mc2::linux_abi::kSealFutureWrite | F_SEAL_SEAL;
     CHECK_EQ(::fcntl(fd, F_GET_SEALS) & wanted, wanted);
     CHECK(::ftruncate(fd, 0) != 0 && errno == EPERM);
     CHECK(::ftruncate(fd, 1 << 30) != 0 && errno == EPERM);

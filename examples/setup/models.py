@@ -47,7 +47,7 @@ def gguf_folder() -> str:
 
 
 def libraries() -> tuple[Any, Any]:
-    """torch and transformers: slow to import, so only when needed, and not strict about types."""
+    """Import torch and transformers: slow to import, so only when needed, and not strict about types."""
     return import_module("torch"), import_module("transformers")
 
 
@@ -59,9 +59,7 @@ def load_tokenizer() -> Any:
 def chat_ids(tokenizer: Any, question: str) -> Any:
     """Token ids of one user message as a tensor [1, n], ready to be answered."""
     messages = [{"role": "user", "content": question}]
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     return encoded["input_ids"]
 
 
@@ -69,9 +67,7 @@ def make_real(target: Path) -> None:
     """Dequantize the GGUF model and save it as if it had never been quantized."""
     torch, transformers = libraries()
     tokenizer = load_tokenizer()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf_folder(), gguf_file=GGUF_FILE, dtype=torch.float32
-    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf_folder(), gguf_file=GGUF_FILE, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for name in (
         "quantization_config",

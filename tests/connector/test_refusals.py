@@ -181,6 +181,20 @@ def test_prefill_gone_before_the_claim(make_engine: MakeEngine, policy: str) -> 
     assert_clean(consumer)
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_orphan_of_a_prefill_that_is_attached_already(make_engine: MakeEngine, policy: str) -> None:
+    producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer", policy=policy)
+    consumer.add("connect", OTHER, prefill(producer, "c", OTHER))
+    consumer.run()
+    ticket = prefill(producer, "p", PROMPT)
+    consumer.add("holder", OTHER, prefill(producer, "h", OTHER), max_tokens=30)  # keeps the peer known
+    producer.close()
+    consumer.add("orphan", PROMPT, ticket)
+    assert finish(consumer, "orphan", policy, PROMPT)["reason"] == "peer_gone"
+    assert consumer.finished["holder"][0] == expected_tokens(OTHER, 30)
+    assert_clean(consumer)
+
+
 def test_prefill_gone_after_the_claim_leaves_decode_with_valid_memory(pair: Pair) -> None:
     producer, consumer = pair
     ticket = prefill(producer, "p", PROMPT)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
+
+from examples import proxy
 
 from .fakes import DEADLINE_SECONDS, TICKET, FakeServer, serving, wait_for
 
@@ -22,20 +20,6 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = {"model": "m", "prompt": "Hello"}
 MESSAGES = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
-
-
-def load_proxy() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "examples" / "proxy.py"
-    spec = importlib.util.spec_from_file_location("mc2_example_proxy", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-proxy_module = load_proxy()
 
 
 @dataclass
@@ -73,8 +57,8 @@ def rig(fakes: list[FakeServer]) -> Iterator[Rig]:
     for fake in decodes:
         fake.reset()
     urls = [fake.url for fake in prefills], [fake.url for fake in decodes]
-    proxy = proxy_module.Proxy(*urls, max_body_bytes=100_000)
-    with serving(proxy_module.build_app(proxy)) as url:
+    between = proxy.Proxy(*urls, max_body_bytes=100_000)
+    with serving(proxy.build_app(between)) as url:
         yield Rig(prefills, decodes, url)
 
 
@@ -249,7 +233,7 @@ def test_an_unreachable_server_is_named(rig: Rig, kind: str) -> None:
         dead = f"http://127.0.0.1:{reserved.getsockname()[1]}"
         prefill = dead if kind == "prefill" else rig.prefills[0].url
         decode = dead if kind == "decode" else rig.decodes[0].url
-        with serving(proxy_module.build_app(proxy_module.Proxy([prefill], [decode]))) as url:
+        with serving(proxy.build_app(proxy.Proxy([prefill], [decode]))) as url:
             answer = httpx.post(url + COMPLETIONS, json=PROMPT, timeout=DEADLINE_SECONDS)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"].startswith(f"{kind} server: cannot connect")

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vllm_mc2.channel import prepare_socket_dir, sweep_stale_sockets
+from vllm_mc2.channel import prepare_socket_dir, sweep_at_exit, sweep_stale_sockets
 from vllm_mc2.config import parse_config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.decode import DecodeHalf
@@ -267,6 +267,15 @@ class MC2Connector(KVConnectorBase_V1):
         return MC2Stats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> MC2PromMetrics:
-        """Hook: the Prometheus side of the statistics."""
-        return MC2PromMetrics(*args)
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MC2PromMetrics:
+        """Hook: the Prometheus side of the statistics. The one hook that vLLM's front end calls with the configuration."""
+        assert vllm_config.kv_transfer_config is not None
+        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        sweep_at_exit(config.resolve_socket_dir())
+        return MC2PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

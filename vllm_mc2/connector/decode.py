@@ -214,6 +214,9 @@ class DecodeHalf:
             return handoff.state
         if peer.state is PeerState.FAILED:
             self._reject(handoff, peer.reason, f"prefill {peer.engine_id or peer.incarnation}")
+        elif peer.is_gone():
+            # Its memory is still mapped here and would even be right, but nobody keeps the promise any more.
+            self._reject(handoff, "peer_gone", f"prefill {peer.engine_id} ended before its ticket was claimed")
         elif peer.state is PeerState.READY:
             self._attach(handoff, handoff.ticket, peer)
             handoff.handoff_seconds = time.perf_counter() - started
