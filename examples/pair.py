@@ -149,7 +149,9 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        tail = "\n".join(f"    {line}" for line in self.log_text().splitlines()[-lines:])
+        """The log's last lines, without vLLM's list of its routes, which would be all there is."""
+        kept = [line for line in self.log_text().splitlines() if "] Route: /" not in line]
+        tail = "\n".join(f"    {line}" for line in kept[-lines:])
         return f"{tail}\n(whole log: {self.log_path})"
 
     def request_stop(self) -> None:

@@ -29,9 +29,9 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     It is made with mode 0700; one that others may enter is refused. Default: ``$XDG_RUNTIME_DIR/vllm-mc2``,
     or ``/tmp/vllm-mc2-<uid>`` without one."""
 
-    window_pool_factor: Annotated[float, Meta(ge=0.0, le=1024.0)] = 8.0
+    window_pool_factor: Annotated[float, Meta(ge=0.0, le=1024.0)] | None = None
     """Decode: address space kept for peers' pools, as a multiple of decode's own KV cache. Address space only, no memory.
-    All peers that are attached at the same time must fit; one that does not is not attached."""
+    All peers that are attached at the same time must fit; one that does not is not attached. Default: 8, and at least 256 GiB."""
 
     huge_pages: Literal["auto", "off", "require"] = "auto"
     """Prefill: 2 MiB pages for the KV pool. ``auto`` uses what the host offers (reserved huge pages, shared-memory THP,
@@ -79,10 +79,12 @@ def _message(key: str, value: object, allowed: str) -> str:
     return f"kv_connector_extra_config.{key} = {value!r}: expected {allowed}"
 
 
-def _allowed(key: str) -> str:
+def allowed(key: str) -> str:
     """What a key accepts, in words, from its type: msgspec names the violated bound but not the whole range."""
     field = next(field for field in msgspec.structs.fields(MC2Config) if field.encode_name == key)
     kind = msgspec.inspect.type_info(field.type)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        kind = next(part for part in kind.types if not isinstance(part, msgspec.inspect.NoneType))
     match kind:
         case msgspec.inspect.LiteralType(values=values):
             return "one of " + ", ".join(repr(value) for value in values)
@@ -111,7 +113,7 @@ def parse_config(extra: Mapping[str, object]) -> MC2Config:
         try:
             msgspec.convert({key: value}, MC2Config, strict=True)
         except msgspec.ValidationError:
-            raise ConfigError(_message(key, value, _allowed(key))) from None
+            raise ConfigError(_message(key, value, allowed(key))) from None
     config = msgspec.convert(dict(extra), MC2Config, strict=True)
     config.resolve_socket_dir()
     return config

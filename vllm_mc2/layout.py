@@ -114,8 +114,15 @@ class AddressPlan(msgspec.Struct, frozen=True, kw_only=True):
         return region.offset_bytes + block_id * region.block_bytes
 
 
-def make_plan(blocks: list[tuple[str, int]], num_local: int, window_pool_factor: float) -> AddressPlan:
+DEFAULT_WINDOW_FACTOR = 8
+DEFAULT_WINDOW_BYTES = 256 << 30
+"""Room for a peer whose pool is many times larger than a small decode's. Costs nothing until it is mapped."""
+
+
+def make_plan(blocks: list[tuple[str, int]], num_local: int, window_pool_factor: float | None) -> AddressPlan:
     """Lay out regions of ``(name, block_bytes)`` with ``num_local`` own blocks and a window of ``factor`` times as many.
+
+    Without a factor the window is 8 times as large, and at least 256 GiB.
 
     Raises:
         LayoutError: no regions, or sizes that no block table can address.
@@ -127,7 +134,12 @@ def make_plan(blocks: list[tuple[str, int]], num_local: int, window_pool_factor:
             raise LayoutError(f"layer {name!r}: {block_bytes} bytes a block")
     # A window base must fall on a huge page in every region at once.
     granularity = lcm(*(ALIGNMENT_BYTES // gcd(block_bytes, ALIGNMENT_BYTES) for _, block_bytes in blocks))
-    num_window = align_up(int(num_local * window_pool_factor), granularity) if window_pool_factor else 0
+    if window_pool_factor is None:
+        least = DEFAULT_WINDOW_BYTES // sum(block_bytes for _, block_bytes in blocks)
+        wanted = min(max(num_local * DEFAULT_WINDOW_FACTOR, least), MAX_BLOCKS // 2)
+    else:
+        wanted = int(num_local * window_pool_factor)
+    num_window = align_up(wanted, granularity) if wanted else 0
     num_total = align_up(num_local, granularity) + num_window if num_window else num_local
     if num_total >= MAX_BLOCKS:
         raise LayoutError(f"{num_total} block ids do not fit an int32 block table; lower window_pool_factor")

@@ -17,8 +17,9 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        if CONNECTOR_NAME not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    except ValueError:
+        return  # registered already: vLLM loads plugins several times in one process
     except Exception:
         # Plugin border: raising here would keep every vLLM process on this machine from starting.
         logger.exception("could not register %s; this vLLM cannot use it", CONNECTOR_NAME)

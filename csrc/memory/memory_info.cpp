@@ -103,6 +103,13 @@ std::size_t cgroup_headroom() {
     return result;
 }
 
+std::string first_line(const char* path) {
+    std::ifstream stream(path);
+    std::string line;
+    std::getline(stream, line);
+    return line;
+}
+
 constexpr std::size_t kKib = 1024;
 
 }  // namespace
@@ -120,11 +127,15 @@ std::size_t free_hugetlb_bytes() {
 }
 
 bool shmem_thp_allowed() {
-    std::ifstream stream("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
-    std::string line;
-    std::getline(stream, line);
-    return !line.empty() && line.find("[never]") == std::string::npos &&
-           line.find("[deny]") == std::string::npos;
+    const std::string system = first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    const std::string own =
+        first_line("/sys/kernel/mm/transparent_hugepage/hugepages-2048kB/shmem_enabled");
+    if (system.empty() || system.find("[deny]") != std::string::npos) {
+        return false;
+    }
+    // Kernels since 6.11 have a switch per size, which counts unless it inherits the general one.
+    const bool inherits = own.empty() || own.find("[inherit]") != std::string::npos;
+    return (inherits ? system : own).find("[never]") == std::string::npos;
 }
 
 std::size_t huge_mapped_bytes(const void* address, std::size_t num_bytes) {

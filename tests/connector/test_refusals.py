@@ -289,7 +289,10 @@ def test_each_field_of_the_fingerprint_counts(pair: Pair, field: str) -> None:
 
 
 def test_a_pool_that_does_not_fit_the_window(make_engine: MakeEngine) -> None:
-    producer, consumer = make_engine("kv_producer", num_blocks=4096), make_engine("kv_consumer", num_blocks=16)
+    producer, consumer = (
+        make_engine("kv_producer", num_blocks=4096),
+        make_engine("kv_consumer", num_blocks=16, extra={"window_pool_factor": 8}),
+    )
     consumer.add("r", PROMPT, prefill(producer, "p", PROMPT))
     assert finish(consumer, "r", "recompute", PROMPT)["reason"] == "window_full"
 

@@ -77,7 +77,11 @@ class Rig:
     def ticket(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         """The prefill leg alone."""
         answer = self.complete(
-            self.prefill.url, prompt, 1, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False}, **more
+            self.prefill.url,
+            prompt,
+            1,
+            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
+            **more,
         )
         assert answer.params is not None
         return answer.params
@@ -143,7 +147,7 @@ def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         plain = start("plain", None)
         small = start(
             "small-decode",
-            kv_transfer_config("kv_consumer", extra={**decode_extra, "window_pool_factor": 1000}, policy="fail"),
+            kv_transfer_config("kv_consumer", extra=decode_extra, policy="fail"),
             "--num-gpu-blocks-override", "12", max_model_len=1400,
         )  # fmt: skip
         proxy = proxy_server([prefill.url], [decode.url], log_dir=LOG_DIR)

@@ -102,7 +102,9 @@ def test_chat(rig: Rig, stream: bool) -> None:
     before = rig.metric(rig.decode, "vllm:mc2_handoffs_total", way="attach")
     for url in (rig.plain.url, rig.proxy.url):
         if not stream:
-            texts.append(rig.client.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"])
+            texts.append(
+                rig.client.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+            )
             continue
         with rig.client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
@@ -137,8 +139,8 @@ def test_prefill_refuses_what_a_plain_server_refuses_with_the_same_status(rig: R
 
 def test_naming_the_module_path_works_too(rig: Rig) -> None:
     """The servers of this rig use the registered name; both ways lead to one class."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from vllm_mc2 import plugin
 
