@@ -50,7 +50,7 @@ VLLM_ENVIRONMENT = {
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 20.0
-KILL_SECONDS = 10.0
+ORPHAN_SECONDS = 3.0
 POLL_SECONDS = 0.2
 LOG_TAIL_LINES = 40
 
@@ -75,7 +75,7 @@ class Server:
         self.port = port
         self.url = f"http://{HOST}:{port}"
         self.log_path = log_dir / f"{name}.log"
-        self._tree: dict[int, psutil.Process] = {}
+        self._gone = False
         log_dir.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -110,14 +110,14 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this server that is alive now, its first one included."""
-        try:
-            root = psutil.Process(self.pid)
-            found = [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            found = []
-        # Remembered, because a descendant whose parent died can no longer be found from the root.
-        self._tree.update((process.pid, process) for process in found)
-        return [process for process in self._tree.values() if _alive(process)]
+        # By session, since a descendant whose parent died can no longer be found from the root. The
+        # session's number is not given to anybody else as long as one of its processes lives.
+        if not self._gone:
+            members = [process for process in psutil.process_iter() if _session(process) == self.pid]
+            alive = [process for process in members if _alive(process)]
+            self._gone = not alive and not self.running
+            return alive
+        return []
 
     def healthy(self) -> bool:
         """Whether the server answers /health now."""
@@ -135,7 +135,6 @@ class Server:
         started = time.monotonic()
         while not self.healthy():
             waited = time.monotonic() - started
-            self.processes()
             if not self.running:
                 code = self._process.returncode
                 raise ServerError(f"{self.name} ended with status {code}\n{self.log_tail()}")
@@ -156,29 +155,29 @@ class Server:
 
     def request_stop(self) -> None:
         """Ask the server to end, without waiting; `close` does the rest."""
-        self.processes()
         if self.running:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End every process of this server at once, as a crash would."""
-        for process in self.processes():
-            _signal(process, signal.SIGKILL)
-        self._process.wait()
+        while processes := self.processes():
+            for process in processes:
+                _kill(process)
+            time.sleep(POLL_SECONDS / 10)
+            self._process.poll()
 
     def close(self) -> None:
         """SIGTERM, then SIGKILL for what is left; returns when all its processes are gone."""
         self.request_stop()
-        self._wait_gone(STOP_SECONDS)
-        self.kill()
-        self._wait_gone(KILL_SECONDS)
-
-    def _wait_gone(self, seconds: float) -> None:
-        # Own loop: psutil's would wait for zombies too, which only their parent can reap.
-        deadline = time.monotonic() + seconds
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        # Its descendants end by themselves if it ended in order; one of them tidies shared memory.
+        deadline = time.monotonic() + ORPHAN_SECONDS
         while self.processes() and time.monotonic() < deadline:
-            self._process.poll()
             time.sleep(POLL_SECONDS / 4)
+        self.kill()
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -188,9 +187,16 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
+def _session(process: psutil.Process) -> int | None:
     try:
-        process.send_signal(number)
+        return os.getsid(process.pid)
+    except OSError:
+        return None
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
     except psutil.NoSuchProcess:
         pass
 
