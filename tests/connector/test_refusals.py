@@ -365,9 +365,13 @@ def test_no_lease_slot_left_means_no_ticket(make_engine: MakeEngine) -> None:
         {"do_remote_decode": 1},
         {"mc2_ticket": {}},
         {},
+        "text",  # vllm_xargs lets a client put any value there
+        7,
+        [1, 2],
+        [{"do_remote_prefill": True}],
     ],
 )
-def test_hostile_params_never_end_the_engine(make_engine: MakeEngine, params: dict[str, Any]) -> None:
+def test_hostile_params_never_end_the_engine(make_engine: MakeEngine, params: Any) -> None:
     engine = make_engine("kv_both")
     engine.add("r", PROMPT, params)
     engine.run()

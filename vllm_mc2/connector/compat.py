@@ -204,6 +204,15 @@ def leave_prefix_cache(pool: BlockPool, block: KVCacheBlock) -> None:
     pool._remove_cached_block_hashes(block)
 
 
+def transfer_params(request: "Request") -> dict[str, Any]:
+    """The request's ``kv_transfer_params``; empty when there are none.
+
+    Through ``vllm_xargs`` a client can put any JSON value there, so the type is checked here and nowhere else.
+    """
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
 def request_extras(request: "Request", num_tokens: int) -> PromptExtras | None:
     """What besides token ids determines the KV of the first ``num_tokens`` tokens; None when that cannot be told."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:

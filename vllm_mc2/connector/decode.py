@@ -111,8 +111,8 @@ class DecodeHalf:
 
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived; attach at once when its peer is mapped already."""
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        params = compat.transfer_params(request)
+        if not params.get("do_remote_prefill"):
             return
         handoff = Handoff(request, None)
         self._handoffs[request.request_id] = handoff

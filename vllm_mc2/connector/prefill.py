@@ -105,8 +105,7 @@ class PrefillHalf:
 
         ``block_ids`` covers the computed tokens. Called before vLLM frees the blocks.
         """
-        params = request.kv_transfer_params
-        if not params or params.get("do_remote_decode") is not True or request.status not in _FINISHED:
+        if compat.transfer_params(request).get("do_remote_decode") is not True or request.status not in _FINISHED:
             return None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
         block_ids = block_ids[: -(-num_tokens // self._block_size)]
