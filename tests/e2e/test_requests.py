@@ -151,3 +151,13 @@ def test_naming_the_module_path_works_too(rig: Rig) -> None:
         kv_connector="MC2Connector", kv_role="kv_both", kv_connector_module_path="vllm_mc2.connector"
     )
     assert KVConnectorFactory.get_connector_class(named) is KVConnectorFactory.get_connector_class(by_path)
+
+
+@pytest.mark.parametrize("value", ["text", 7, [1], {"do_remote_prefill": True}])
+def test_params_smuggled_in_past_the_api(rig: Rig, value: object) -> None:
+    """``vllm_xargs`` takes such values. vLLM's front end stumbles over most and says 400 or 500; the engines must live on."""
+    for server in (rig.prefill, rig.decode):
+        body = {"model": rig.model, "prompt": PROMPT, "max_tokens": 4, "vllm_xargs": {"kv_transfer_params": value}}
+        assert rig.client.post(f"{server.url}/v1/completions", json=body).status_code in {200, 400, 500}
+        assert rig.complete(server.url, PROMPT).tokens == rig.expected(PROMPT).tokens
+    rig.assert_clean()

@@ -207,10 +207,14 @@ def leave_prefix_cache(pool: BlockPool, block: KVCacheBlock) -> None:
 def transfer_params(request: "Request") -> dict[str, Any]:
     """The request's ``kv_transfer_params``; empty when there are none.
 
-    Through ``vllm_xargs`` a client can put any JSON value there, so the type is checked here and nowhere else.
+    Through ``vllm_xargs`` a client can put any JSON value there, and vLLM's scheduler (0.32) ends on one that is no object,
+    right after the hook ``on_new_request``: so a malformed value is taken out of the request.
     """
     params = request.kv_transfer_params
-    return params if isinstance(params, dict) else {}
+    if isinstance(params, dict):
+        return params
+    request.kv_transfer_params = None
+    return {}
 
 
 def request_extras(request: "Request", num_tokens: int) -> PromptExtras | None:

@@ -204,6 +204,7 @@ class MC2Connector(KVConnectorBase_V1):
 
     def on_new_request(self, request: "Request") -> None:
         """Hook: a request has arrived."""
+        compat.transfer_params(request)  # takes out what vLLM itself could not bear
         if self._prefill is not None:
             self._prefill.reap()
         if self._decode is not None:
