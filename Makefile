@@ -34,6 +34,7 @@ types:
 # The C++ core by itself, under each sanitizer; then the binding. Ninja and clang-tidy come from .venv.
 native: export PATH := $(CURDIR)/$(BIN):$(PATH)
 native:
+	@mkdir -p build/logs
 	@for preset in asan tsan; do \
 		cmake --preset $$preset > build/logs/cmake-$$preset.log && \
 		cmake --build --preset $$preset && \
@@ -44,7 +45,7 @@ native:
 	$(PYTEST) tests/native
 
 unit:
-	$(PYTEST) tests/unit tests/ipc tests/proxy
+	$(PYTEST) tests/unit tests/ipc tests/proxy tests/packaging
 
 connector:
 	$(PYTEST) tests/connector

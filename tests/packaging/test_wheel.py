@@ -1,0 +1,64 @@
+"""``pip install .`` on a machine without vLLM and torch: one abi3 wheel that works by itself."""
+
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(600)
+
+USE = """
+import importlib.util, sys
+from importlib.metadata import entry_points
+from vllm_mc2._native import AddressRange, LeaseReader, LeaseTable, Pool
+import vllm_mc2.memory, vllm_mc2.leases, vllm_mc2.session, vllm_mc2.plugin
+assert importlib.util.find_spec("vllm") is None and importlib.util.find_spec("torch") is None
+(entry,) = entry_points(group="vllm.general_plugins")
+entry.load()()  # without vLLM: a log line, no exception
+with AddressRange(4 << 20) as r, Pool(2 << 20, huge_pages="off") as pool:
+    r.map_pool(0, pool, 0, 2 << 20)
+    pool.seal()
+    r.map_peer(2 << 20, pool.fd, 0, 2 << 20)
+    r.copy([(0, 2 << 20, 4096)])
+print(vllm_mc2.__version__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    # Isolated: build requirements come from pyproject.toml alone, not from this environment.
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
+    subprocess.run([*command, f"-Cbuild-dir={folder / 'build'}"], check=True, timeout=500)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_one_wheel_for_all_pythons_from_3_11_with_types_and_entry_point(wheel: Path) -> None:
+    assert "-cp311-abi3-linux_" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in (
+        "vllm_mc2/_native.abi3.so",
+        "vllm_mc2/_native.pyi",
+        "vllm_mc2/py.typed",
+        "vllm_mc2/connector/compat.py",
+    ):
+        assert name in names
+    assert not [name for name in names if name.startswith(("tests/", "examples/", "csrc/"))]
+    metadata = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert [line.split()[1].split(">")[0].split("<")[0] for line in required] == ["msgspec", "nanobind-backend"]
+
+
+def test_it_installs_and_works_without_vllm_and_torch(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "v", with_pip=True)
+    python = str(tmp_path / "v" / "bin" / "python")
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheel)], check=True, timeout=300
+    )
+    result = subprocess.run([python, "-c", USE], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert result.stdout.strip() == wheel.name.split("-")[1]
