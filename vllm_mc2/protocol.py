@@ -155,7 +155,7 @@ def new_incarnation() -> str:
     return secrets.token_hex(16)
 
 
-def ticket_params(ticket: Ticket, engine_id: str, host: str, tp_size: int) -> dict[str, Any]:
+def ticket_params(ticket: Ticket, engine_id: str, tp_size: int) -> dict[str, Any]:
     """``kv_transfer_params`` of prefill's response: the field names that proxies and routers know, plus the ticket.
 
     Its size does not depend on the prompt, and it names no blocks: a client of decode's HTTP API must not be able to
@@ -166,8 +166,9 @@ def ticket_params(ticket: Ticket, engine_id: str, host: str, tp_size: int) -> di
         "do_remote_decode": False,
         "remote_engine_id": engine_id,
         "remote_request_id": f"{ticket.slot}-{ticket.generation}",
-        "remote_host": host,
-        "remote_port": 0,  # 0: there is no network listener, peers meet in the socket directory
+        # There is no network listener: peers meet in the socket directory of their host.
+        "remote_host": "localhost",
+        "remote_port": 0,
         "tp_size": tp_size,
         TICKET_KEY: msgspec.to_builtins(ticket),
     }

@@ -400,3 +400,36 @@ def test_a_shared_socket_directory_stops_the_engine_at_start(make_engine: MakeEn
     open_dir.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="lets others in"):
         make_engine("kv_producer", extra={"socket_dir": str(open_dir)})
+
+
+def test_too_little_memory_stops_the_engine_at_start_with_figures(make_engine: MakeEngine) -> None:
+    with pytest.raises(OSError, match=r"wanted|needs|available") as caught:
+        make_engine("kv_producer", num_blocks=40_000_000)  # about 1 TB
+    assert str(24576 * 40_000_000)[:4] in str(caught.value).replace(",", "")
+
+
+def test_a_cache_of_several_groups_is_not_shared_and_named(make_engine: MakeEngine) -> None:
+    with mock.patch.object(compat, "unsupported_engine", return_value="2 KV cache groups: only one is supported"):
+        producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer")
+    producer.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
+    producer.run()
+    assert producer.finished["p"][0] == expected_tokens(PROMPT, 1)
+    assert producer.finished["p"][2] is None
+    consumer.add("r", PROMPT, {"do_remote_prefill": True})
+    consumer.run()
+    assert consumer.finished["r"][0] == expected_tokens(PROMPT, 4)
+
+
+def test_what_cannot_be_shared_is_named(make_engine: MakeEngine) -> None:
+    engine = make_engine("kv_both")
+    cache = engine.connector._kv_cache_config
+    assert compat.unsupported_engine(engine.config, cache) is None
+    with mock.patch.object(engine.config.parallel_config, "pipeline_parallel_size", 2):
+        assert "pipeline_parallel_size 2" in str(compat.unsupported_engine(engine.config, cache))
+    with mock.patch.object(engine.config, "speculative_config", object()):
+        assert "speculative decoding" in str(compat.unsupported_engine(engine.config, cache))
+    twice = copy.copy(cache)
+    twice.kv_cache_groups = cache.kv_cache_groups * 2
+    assert "2 KV cache groups" in str(compat.unsupported_engine(engine.config, twice))
+    with mock.patch.object(engine.config.device_config, "device_type", "npu"):
+        assert "device 'npu'" in str(compat.unsupported_engine(engine.config, cache))

@@ -54,7 +54,7 @@ def test_oversize_and_deeply_nested_frames_are_refused() -> None:
 
 
 def _params(slot: int = 3, generation: int = 7) -> dict[str, object]:
-    return ticket_params(Ticket.issue("c" * 32, slot, generation, b"t" * 16), "engine", "host", 1)
+    return ticket_params(Ticket.issue("c" * 32, slot, generation, b"t" * 16), "engine", 1)
 
 
 def test_a_ticket_survives_json_and_has_constant_size_and_no_block_ids() -> None:

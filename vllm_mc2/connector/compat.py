@@ -221,6 +221,8 @@ def request_extras(request: "Request", num_tokens: int) -> PromptExtras | None:
     """What besides token ids determines the KV of the first ``num_tokens`` tokens; None when that cannot be told."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         return None
+    if not all(0 <= token_id < 1 << 32 for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids))):
+        return None
     media = []
     for feature in request.mm_features:
         position = feature.mm_position

@@ -113,6 +113,8 @@ class PeerTable:
         if not path.is_socket():
             raise PeerUnreachableError(f"no engine {incarnation} in {self._directory}")
         if len(self._peers) >= MAX_PEERS:
+            self._forget_oldest_refused()
+        if len(self._peers) >= MAX_PEERS:
             raise PeerUnreachableError(f"{MAX_PEERS} peers are known already")
         peer = Peer(incarnation, time.monotonic() + self._timeout_seconds)
         self._peers[incarnation] = peer
@@ -222,6 +224,11 @@ class PeerTable:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+
+    def _forget_oldest_refused(self) -> None:
+        refused = [peer for peer in self._peers.values() if peer.state is PeerState.FAILED]
+        for peer in refused[: MAX_PEERS // 2]:
+            del self._peers[peer.incarnation]
 
     def _drop_idle_peers(self) -> None:
         for peer in list(self._peers.values()):

@@ -5,7 +5,6 @@ at the next scheduler hook, since an idle engine needs no blocks. Scheduler thre
 """
 
 import logging
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,6 @@ class PrefillHalf:
         max_blocks = -(-max_model_len // block_size)
         self.book: LeaseBook[list[KVCacheBlock]] = LeaseBook(self.incarnation, config.num_lease_slots, max_blocks)
         self._server = SessionServer(directory, self.incarnation, self._on_hello, self._on_close)
-        self._host = socket.gethostname()
 
     # --- session thread ---
 
@@ -125,7 +123,7 @@ class PrefillHalf:
             return None
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
-        return ticket_params(ticket, self._engine_id, self._host, len(self._workers))
+        return ticket_params(ticket, self._engine_id, len(self._workers))
 
     def _why_not(self, num_tokens: int, block_ids: list[int]) -> str | None:
         if num_tokens == 0 or len(block_ids) * self._block_size < num_tokens:
