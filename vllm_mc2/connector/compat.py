@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from vllm_mc2.digest import PromptExtras
+from vllm_mc2.digest import PromptExtras, prompt_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -190,11 +190,12 @@ def cached_block(pool: BlockPool, block_hash: Any) -> KVCacheBlock | None:
 def enter_prefix_cache(pool: BlockPool, block: KVCacheBlock, block_hash: Any, num_tokens: int) -> bool:
     """Make ``block`` a prefix-cache hit for ``block_hash``; False when it already stands for another prefix."""
     key = make_block_hash_with_group_id(block_hash, 0)
-    if block.block_hash is not None and block.block_hash != key:
-        return False
-    # After reset_prefix_cache the block keeps its hash while the new map does not know it, and inserting a block
-    # whose hash is equal does nothing: always start from a block without one.
-    pool._remove_cached_block_hashes(block)
+    if block.block_hash is not None:
+        if block.block_hash != key:
+            return False
+        # After reset_prefix_cache the block keeps its hash while the new map does not know it, and inserting a block
+        # whose hash is equal does nothing: start from a block without one.
+        pool._remove_cached_block_hashes(block)
     pool._insert_block_hash(key, block, num_tokens=num_tokens)
     return True
 
@@ -217,11 +218,9 @@ def transfer_params(request: "Request") -> dict[str, Any]:
     return {}
 
 
-def request_extras(request: "Request", num_tokens: int) -> PromptExtras | None:
-    """What besides token ids determines the KV of the first ``num_tokens`` tokens; None when that cannot be told."""
+def request_digest(request: "Request", token: bytes, num_tokens: int) -> bytes | None:
+    """The prompt digest over the request's first ``num_tokens`` tokens; None when what determines their KV cannot be told."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        return None
-    if not all(0 <= token_id < 1 << 32 for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids))):
         return None
     media = []
     for feature in request.mm_features:
@@ -229,4 +228,8 @@ def request_extras(request: "Request", num_tokens: int) -> PromptExtras | None:
         if position.offset < num_tokens:
             media.append((str(feature.identifier), int(position.offset), int(position.length)))
     lora = request.lora_request
-    return PromptExtras(lora.lora_name if lora is not None else None, request.cache_salt, tuple(media))
+    extras = PromptExtras(lora.lora_name if lora is not None else None, request.cache_salt, tuple(media))
+    try:
+        return prompt_digest(token, request.prompt_token_ids[:num_tokens], extras)
+    except OverflowError:
+        return None  # a token id that no vocabulary has

@@ -25,7 +25,6 @@ from vllm_mc2.connector.borrowed import BorrowedBlocks, Loan
 from vllm_mc2.connector.metadata import MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.connector.peers import Peer, PeerState, PeerTable
-from vllm_mc2.digest import prompt_digest
 from vllm_mc2.errors import PeerUnreachableError, TicketError
 from vllm_mc2.leases import LeaseId, LeaseOffer
 from vllm_mc2.protocol import Ticket, parse_ticket
@@ -254,10 +253,7 @@ class DecodeHalf:
             return False
         if offer.num_blocks != -(-num_tokens // self._block_size) or offer.num_blocks >= peer.num_blocks:
             return False
-        extras = compat.request_extras(request, num_tokens)
-        if extras is None:
-            return False
-        return prompt_digest(ticket.token_bytes, request.all_token_ids[:num_tokens], extras) == offer.digest
+        return compat.request_digest(request, ticket.token_bytes, num_tokens) == offer.digest
 
     def _claim(self, handoff: Handoff, ticket: Ticket, offer: LeaseOffer, peer: Peer) -> Loan | None:
         """Claim the lease; None when it is pending or the hand-off was rejected."""

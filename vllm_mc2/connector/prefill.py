@@ -15,7 +15,6 @@ from vllm.v1.request import RequestStatus
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.metrics import MC2Stats
-from vllm_mc2.digest import prompt_digest
 from vllm_mc2.leases import LeaseBook, new_token
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
@@ -107,13 +106,12 @@ class PrefillHalf:
             return None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
         block_ids = block_ids[: -(-num_tokens // self._block_size)]
-        extras = compat.request_extras(request, num_tokens)
-        problem = self._why_not(num_tokens, block_ids) or ("prompt without token ids" if extras is None else None)
-        if problem is not None or extras is None:
-            self._refuse(request, problem or "")
-            return None
         token = new_token()
-        digest = prompt_digest(token, request.all_token_ids[:num_tokens], extras)
+        digest = compat.request_digest(request, token, num_tokens)
+        problem = self._why_not(num_tokens, block_ids)
+        if problem is not None or digest is None:
+            self._refuse(request, problem or "its prompt has no token ids")
+            return None
         blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
         self._block_pool.touch(blocks)
         ticket = self.book.publish(token, digest, num_tokens, block_ids, self._config.offer_timeout_seconds, blocks)
