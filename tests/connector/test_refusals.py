@@ -14,6 +14,7 @@ from vllm.v1.engine import FinishReason
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError
+from vllm_mc2.leases import PeerLeases
 
 Pair = tuple[RigEngine, RigEngine]
 PROMPT = prompt_of(70)
@@ -233,8 +234,8 @@ def test_decode_gone_ends_what_it_held(pair: Pair) -> None:
 @pytest.mark.parametrize("when", ["waiting", "attached", "running"])
 def test_abort(pair: Pair, when: str) -> None:
     producer, consumer = pair
-    consumer.add("connect", prompt_of(20, seed=5), prefill(producer, "c", prompt_of(20, seed=5)))
     if when != "waiting":
+        consumer.add("connect", prompt_of(20, seed=5), prefill(producer, "c", prompt_of(20, seed=5)))
         consumer.run()
     ticket = prefill(producer, "p", PROMPT)
     consumer.add("r", PROMPT, ticket, max_tokens=40)
@@ -245,8 +246,7 @@ def test_abort(pair: Pair, when: str) -> None:
     consumer.add("next", OTHER, None)
     consumer.run()
     assert consumer.finished["next"][0] == expected_tokens(OTHER, 4)
-    if when != "waiting":
-        assert_clean(*pair)  # at once, not after the offer timeout
+    assert_clean(*pair)  # at once, not after the offer timeout
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -382,12 +382,11 @@ def test_hostile_params_never_end_the_engine(make_engine: MakeEngine, params: An
 def test_a_rejected_request_before_admission_ends_its_lease(pair: Pair) -> None:
     """What vLLM's API layer does when decode refuses a request: it adds it as one that is aborted already."""
     producer, consumer = pair
-    consumer.add("connect", OTHER, prefill(producer, "c", OTHER))
-    consumer.run()
-    consumer.add("r", PROMPT, prefill(producer, "p", PROMPT), abort_immediately=True)
-    consumer.abort("r")
-    consumer.run()
-    assert_clean(*pair)
+    for request_id in ("before the handshake", "after it"):
+        consumer.add(request_id, PROMPT, prefill(producer, "p", PROMPT), abort_immediately=True)
+        consumer.abort(request_id)
+        consumer.run()
+        assert_clean(*pair)
 
 
 def test_a_wrong_setting_stops_the_engine_at_start(make_engine: MakeEngine) -> None:
@@ -433,3 +432,41 @@ def test_what_cannot_be_shared_is_named(make_engine: MakeEngine) -> None:
     assert "2 KV cache groups" in str(compat.unsupported_engine(engine.config, twice))
     with mock.patch.object(engine.config.device_config, "device_type", "npu"):
         assert "device 'npu'" in str(compat.unsupported_engine(engine.config, cache))
+
+
+@pytest.mark.parametrize("verdict", ["held", "dead"])
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_claim_while_prefill_is_deciding_waits_for_the_verdict(pair: Pair, verdict: str, is_aborted: bool) -> None:
+    """Prefill's EXPIRING lasts microseconds; here it is made to last."""
+    producer, consumer = pair
+    consumer.add("connect", OTHER, prefill(producer, "c", OTHER))
+    consumer.run()
+    consumer.add("r", PROMPT, None, max_tokens=1)
+    consumer.run()
+    consumer.scheduler.reset_prefix_cache()
+    ticket = prefill(producer, "p", PROMPT)
+    answers = ["pending"] * 5 + [verdict]
+    real_claim, real_release = PeerLeases.claim, PeerLeases.release
+
+    def claim(self: PeerLeases, lease_id: tuple[int, int]) -> str:
+        assert real_claim(self, lease_id) == "held"
+        return answers.pop(0)
+
+    def poll(self: PeerLeases, lease_id: tuple[int, int]) -> str:
+        answer = answers.pop(0)
+        if answer == "dead":
+            real_release(self, lease_id)
+        return answer
+
+    with mock.patch.multiple(PeerLeases, claim=claim, poll=poll):
+        consumer.add("late", PROMPT, ticket)
+        consumer.step()
+        if is_aborted:
+            consumer.abort("late")
+        consumer.run()
+    assert answers == []
+    if not is_aborted:
+        assert consumer.finished["late"][0] == expected_tokens(PROMPT, 4)
+        way = {"held": "attach", "dead": "recompute"}[verdict]
+        assert consumer.finished["late"][2]["mc2"]["way"] == way  # type: ignore[index]
+    assert_clean(*pair)

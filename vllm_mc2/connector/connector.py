@@ -248,6 +248,10 @@ class MC2Connector(KVConnectorBase_V1):
             params = {**(params or {}), **ticket} if ticket is not None else params
         return False, params
 
+    def has_pending_push_work(self) -> bool:
+        """Hook: whether the engine must step although it has no request: for a moment, to decline a ticket."""
+        return self._decode is not None and self._decode.has_pending_work()
+
     def get_kv_connector_stats(self) -> MC2Stats | None:
         """Hook: counts since the last call. The worker's instance counts nothing."""
         if self._stats.is_empty():

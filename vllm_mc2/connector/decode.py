@@ -15,7 +15,7 @@ import enum
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -26,7 +26,7 @@ from vllm_mc2.connector.metadata import MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.connector.peers import Peer, PeerState, PeerTable
 from vllm_mc2.errors import PeerUnreachableError, TicketError
-from vllm_mc2.leases import LeaseId, LeaseOffer
+from vllm_mc2.leases import LeaseId, LeaseOffer, PeerLeases
 from vllm_mc2.protocol import Ticket, parse_ticket
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class DecodeHalf:
         self._borrowed = BorrowedBlocks(block_pool, block_size, self._release)
         self._tail_copies: list[tuple[int, int]] = []
         self._failing: list[str] = []
+        self._declined: list[Handoff] = []
+        """Of requests that have ended, while their lease could not be given back yet."""
         self._seen_reasons: set[str] = set()
 
     # --- hooks, in the order of a request's life ---
@@ -182,8 +184,8 @@ class DecodeHalf:
         handoff = self._handoffs.pop(request.request_id, None)
         if handoff is None:
             return None
-        if handoff.state is HandoffState.WAITING:
-            self._decline(handoff)
+        if handoff.state is HandoffState.WAITING and not self._decline(handoff):
+            self._declined.append(handoff)
         if handoff.loan is not None:
             self._leave(handoff.loan, request.request_id)
         return handoff.report(self._bytes_per_block, fails=self._fails(handoff))
@@ -200,6 +202,7 @@ class DecodeHalf:
         for handoff in list(self._handoffs.values()):
             if handoff.state is HandoffState.WAITING:
                 self._advance(handoff)
+        self._declined = [handoff for handoff in self._declined if not self._decline(handoff)]
         self._peers.forget_failed()
 
     def _advance(self, handoff: Handoff) -> HandoffState:
@@ -259,8 +262,7 @@ class DecodeHalf:
         """Claim the lease; None when it is pending or the hand-off was rejected."""
         assert peer.leases is not None
         lease_id = ticket.lease_id
-        verdict = peer.leases.poll(lease_id) if handoff.is_verdict_pending else peer.leases.claim(lease_id)
-        handoff.is_verdict_pending = verdict == "pending"
+        verdict = self._ask(handoff, peer.leases, lease_id)
         if verdict == "pending" and peer.is_gone():
             verdict = "dead"
         if verdict == "dead":
@@ -352,22 +354,41 @@ class DecodeHalf:
         if peer.leases is not None:
             peer.leases.release(loan.lease_id)
 
-    def _decline(self, handoff: Handoff) -> None:
-        """A request ended before it was attached: end its lease now instead of leaving it to the offer timeout."""
+    @staticmethod
+    def _ask(handoff: Handoff, leases: PeerLeases, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
+        """Claim the lease, or ask for the verdict on the claim that was made before."""
+        verdict = leases.poll(lease_id) if handoff.is_verdict_pending else leases.claim(lease_id)
+        handoff.is_verdict_pending = verdict == "pending"
+        return verdict
+
+    def _decline(self, handoff: Handoff) -> bool:
+        """End the lease of a request that ended before it was attached, instead of leaving it to the offer timeout.
+
+        Returns:
+            False when it is too early: the peer is just being connected to, or prefill has not given its verdict yet.
+        """
         if self._peers is None or handoff.ticket is None:
-            return
+            return True
         try:
             peer = self._peers.get(handoff.ticket.incarnation)
         except PeerUnreachableError:
-            return
-        if peer.leases is None or peer.state is not PeerState.READY:
-            return
+            return True
+        if peer.state is PeerState.FAILED or peer.is_gone():
+            return True
+        if peer.leases is None:
+            return False
         lease_id = handoff.ticket.lease_id
-        if (peer.incarnation, lease_id) in self._loans or peer.leases.look_up(handoff.ticket) is None:
-            return
-        verdict = peer.leases.poll(lease_id) if handoff.is_verdict_pending else peer.leases.claim(lease_id)
+        if not handoff.is_verdict_pending:
+            if (peer.incarnation, lease_id) in self._loans or peer.leases.look_up(handoff.ticket) is None:
+                return True
+        verdict = self._ask(handoff, peer.leases, lease_id)
         if verdict == "held":
             peer.leases.release(lease_id)
+        return verdict != "pending"
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping although it has no request: at most until the handshake times out."""
+        return bool(self._declined)
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for tests and ``inspect``: everything is 0 when nothing is borrowed."""
