@@ -1,5 +1,6 @@
 """Real vLLM servers, started once for all tests: prefill, decode, proxy, a plain server to compare with, and a small decode."""
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -134,10 +135,13 @@ def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     decode_extra = {**extra, "report_in_response": True}
     servers: list[Server] = []
 
-    def start(name: str, config: str | None, *arguments: str, max_model_len: int = 2048) -> Server:
+    def start(
+        name: str, config: str | None, *arguments: str, max_model_len: int = 2048, plugins: str = "mc2"
+    ) -> Server:
         server = vllm_server(
-            name, tiny_model, kv_config=config, max_model_len=max_model_len, arguments=arguments, log_dir=LOG_DIR
-        )
+            name, tiny_model, kv_config=config, max_model_len=max_model_len, arguments=arguments, log_dir=LOG_DIR,
+            environment={"VLLM_PLUGINS": plugins},
+        )  # fmt: skip
         servers.append(server)
         return server
 
@@ -145,10 +149,13 @@ def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         prefill = start("prefill", kv_transfer_config("kv_producer", extra=extra))
         decode = start("decode", kv_transfer_config("kv_consumer", extra=decode_extra))
         plain = start("plain", None)
+        # This one names the module instead of relying on the plugin.
+        by_path = json.loads(kv_transfer_config("kv_consumer", extra=decode_extra, policy="fail"))
+        by_path["kv_connector_module_path"] = "vllm_mc2.connector"
         small = start(
             "small-decode",
-            kv_transfer_config("kv_consumer", extra=decode_extra, policy="fail"),
-            "--num-gpu-blocks-override", "12", max_model_len=1400,
+            json.dumps(by_path),
+            "--num-gpu-blocks-override", "12", max_model_len=1400, plugins="",
         )  # fmt: skip
         proxy = proxy_server([prefill.url], [decode.url], log_dir=LOG_DIR)
         servers.append(proxy)

@@ -137,22 +137,6 @@ def test_prefill_refuses_what_a_plain_server_refuses_with_the_same_status(rig: R
     rig.assert_clean()
 
 
-def test_naming_the_module_path_works_too(rig: Rig) -> None:
-    """The servers of this rig use the registered name; both ways lead to one class."""
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from vllm_mc2 import plugin
-
-    plugin.register()
-    plugin.register()
-    named = KVTransferConfig(kv_connector="MC2Connector", kv_role="kv_both")
-    by_path = KVTransferConfig(
-        kv_connector="MC2Connector", kv_role="kv_both", kv_connector_module_path="vllm_mc2.connector"
-    )
-    assert KVConnectorFactory.get_connector_class(named) is KVConnectorFactory.get_connector_class(by_path)
-
-
 @pytest.mark.parametrize("value", ["text", 7, [1], {"do_remote_prefill": True}])
 def test_params_smuggled_in_past_the_api(rig: Rig, value: object) -> None:
     """``vllm_xargs`` takes such values. vLLM's front end stumbles over most and says 400 or 500; the engines must live on."""
