@@ -8,6 +8,18 @@ where hugetlb memory is involved). Whatever maps, copies, allocates or pre-fault
 from types import TracebackType
 from typing import Final, Literal, Self, final
 
+_LeaseRow = tuple[
+    int,  # slot
+    int,  # generation
+    Literal["offered", "held", "released", "expired", "peer_gone"],  # the last three: over, but not swept yet
+    int,  # num_tokens
+    int,  # num_blocks
+    int,  # claims
+    int,  # releases
+    float,  # age_seconds
+    list[tuple[int, int, int]],  # (ledger_id, claims, releases) of living decodes that have claimed it
+]
+
 HUGE_PAGE_BYTES: Final[int]
 """2 MiB: pools are rounded up to it, address ranges are aligned to it."""
 
@@ -110,7 +122,7 @@ class AddressRange:
 class LeaseTable:
     """Prefill's index table and its view of the decodes' ledgers.
 
-    One thread (the scheduler's) publishes and sweeps; `add_ledger` and `drop_ledger` may be called by any thread.
+    One thread (the scheduler's) publishes and sweeps; `add_ledger`, `drop_ledger` and `view` may be called by any thread.
     """
 
     def __init__(self, num_slots: int, max_blocks: int) -> None: ...
@@ -145,10 +157,8 @@ class LeaseTable:
         """
     def sweep(self) -> list[tuple[int, int, Literal["released", "expired", "peer_gone"]]]:
         """`(slot, generation, reason)` of the leases that ended now; their blocks may be reused."""
-    def rows(
-        self,
-    ) -> list[tuple[int, int, Literal["offered", "held"], int, int, int, int, float]]:
-        """`(slot, generation, state, num_tokens, num_blocks, claims, releases, age_seconds)` of the active leases."""
+    def view(self, max_rows: int) -> tuple[int, list[_LeaseRow]]:
+        """`(num_leases, rows of the oldest ones)`. Any thread; changes nothing."""
     def close(self) -> None:
         """Unmap and close everything; decodes keep what they mapped. Idempotent. Other calls raise `ValueError` afterwards."""
     def __enter__(self) -> Self: ...

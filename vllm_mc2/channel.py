@@ -176,8 +176,7 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send one frame. Raises ``OSError`` when the other end is gone or does not take it in time."""
-        payload = protocol.encode(message)
-        frame = _LENGTH.pack(len(payload)) + payload
+        frame = protocol.frame(message)
         sent = socket.send_fds(self.sock, [frame], list(fds)) if fds else self.sock.send(frame)
         while sent < len(frame):
             sent += self.sock.send(memoryview(frame)[sent:])
@@ -260,11 +259,16 @@ class DeathWatch:
     """
 
     def __init__(self, channel: Channel) -> None:
+        self._socket_fd = channel.sock.fileno()
         self._pidfd = open_peer_pidfd(channel.sock)
         self._poll = select.poll()
         self._poll.register(channel.sock, select.POLLIN | select.POLLRDHUP)
         if self._pidfd is not None:
             self._poll.register(self._pidfd, select.POLLIN)
+
+    def descriptors(self) -> list[int]:
+        """What to wait on for the peer's end; borrowed, until :meth:`close`."""
+        return [self._socket_fd] if self._pidfd is None else [self._socket_fd, self._pidfd]
 
     def is_gone(self) -> bool:
         """True once the peer has exited or ended the session. A silent, stopped peer is not gone. About a microsecond."""

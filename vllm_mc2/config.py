@@ -43,6 +43,10 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     num_lease_slots: Annotated[int, Meta(ge=1, le=65536)] = 1024
     """Prefill: how many hand-offs can be outstanding at once. Beyond it a request gets no ticket, and decode computes it."""
 
+    max_lent_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.75
+    """Prefill: the largest share of its KV cache that may be lent out at a time; in any case a request of ``--max-model-len``
+    still fits beside what is lent. Beyond it a request gets no ticket, decode computes it, and prefill keeps serving."""
+
     offer_timeout_seconds: Annotated[float, Meta(gt=0.0, le=86400.0)] = 60.0
     """Prefill: how long a ticket that nobody claims keeps its blocks."""
 

@@ -33,9 +33,25 @@ class EndedLease(NamedTuple, Generic[P]):
     payload: P
 
 
+class LeaseView(NamedTuple):
+    """A lease as an onlooker sees it."""
+
+    slot: int
+    generation: int
+    state: Literal["offered", "held", "released", "expired", "peer_gone"]
+    """The last three are over and wait for a sweep."""
+    num_tokens: int
+    num_blocks: int
+    claims: int
+    releases: int
+    age_seconds: float
+    holders: list[tuple[int, int, int]]
+    """``(ledger id, claims, releases)`` of living decodes that have claimed it."""
+
+
 class LeaseBook(Generic[P]):
     """Prefill's leases. ``payload`` is whatever must be undone when the lease ends. Scheduler thread, but for
-    ``add_ledger`` and ``drop_ledger``, which any thread may call.
+    ``add_ledger``, ``drop_ledger`` and ``view``, which any thread may call.
     """
 
     def __init__(self, incarnation: str, num_slots: int, max_blocks: int) -> None:
@@ -78,6 +94,15 @@ class LeaseBook(Generic[P]):
     def drop_ledger(self, ledger_id: int) -> None:
         """The decode of this ledger is gone; what only it held ends at the next sweep."""
         self._table.drop_ledger(ledger_id)
+
+    def view(self, max_rows: int) -> tuple[int, list[LeaseView]]:
+        """``(number of leases, the oldest of them)``; changes nothing and holds nobody up.
+
+        Raises:
+            ValueError: the book is closed.
+        """
+        num_leases, rows = self._table.view(max_rows)
+        return num_leases, [LeaseView(*row) for row in rows]
 
     def close(self) -> None:
         """Unmap the table. Decodes keep what they have mapped."""
@@ -143,4 +168,13 @@ def _verdict(answer: str) -> Literal["held", "pending", "dead"]:
     return "pending" if answer == "pending" else "dead"
 
 
-__all__ = ["EndedLease", "LeaseBook", "LeaseId", "LeaseOffer", "PeerLeases", "affordable_slots", "new_token"]
+__all__ = [
+    "EndedLease",
+    "LeaseBook",
+    "LeaseId",
+    "LeaseOffer",
+    "LeaseView",
+    "PeerLeases",
+    "affordable_slots",
+    "new_token",
+]

@@ -99,6 +99,10 @@ class WorkerMemory:
         for mine, theirs in zip(self.plan.regions, layout.regions, strict=True):
             self._range.prefault(self.plan.block_offset(mine, base), layout.region_bytes(theirs))
 
+    def mapped_peers(self) -> list[tuple[int, PoolLayout]]:
+        """``(base, layout)`` of the peers that are mapped now. Any thread."""
+        return list(self._peers.items())
+
     def unmap_peer(self, base: int) -> None:
         """Give a peer's part of the window back to the reservation; no-op when nothing is mapped at ``base``."""
         layout = self._peers.pop(base, None)

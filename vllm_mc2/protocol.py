@@ -10,6 +10,10 @@ connection stays open in silence: its end tells either side that the other is go
                      <-                     SchedulerWelcome + [index table fd, ledger fd]   or   Refusal
     decode worker r  -> prefill worker r    WorkerHello(fingerprint)
                      <-                     PoolGrant(layout) + [pool fd]                    or   Refusal
+    decode scheduler -> its own worker      RetirePool(base)
+                     <-                     Done                                             or   Refusal
+    vllm-mc2 inspect -> any of the four     InspectHello
+                     <-                     EngineReport (schedulers) or WorkerReport        or   Refusal
 
 ``PROTOCOL_VERSION`` grows with every change of a message, a shared layout or the meaning of either; peers of different
 versions refuse each other. Nothing here is trusted: sizes and patterns are checked while decoding, the rest by the
@@ -24,6 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_mc2.errors import ProtocolError, TicketError
+from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
 PROTOCOL_VERSION = 1
@@ -76,6 +81,25 @@ class PoolGrant(msgspec.Struct, frozen=True, tag="pool_grant", forbid_unknown_fi
     pool: PoolLayout
 
 
+class RetirePool(msgspec.Struct, frozen=True, tag="retire_pool", forbid_unknown_fields=True):
+    """A decode's scheduler tells its own worker, between steps, to unmap a dead peer's pool. Not for other engines:
+    ``control_token`` is known to the two of them only.
+    """
+
+    control_token: Hex32
+    base: Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
+    """What was asked for has been done."""
+
+
+class InspectHello(msgspec.Struct, frozen=True, tag="inspect_hello", forbid_unknown_fields=True):
+    """An onlooker asks for a report. It gets no descriptor and no session, and leaves no trace."""
+
+    protocol: int
+
+
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
     """The answer to a hello that does not fit; ``theirs`` is the refuser's own value."""
 
@@ -84,7 +108,18 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=
     theirs: Text
 
 
-Message = SchedulerHello | SchedulerWelcome | WorkerHello | PoolGrant | Refusal
+Message = (
+    SchedulerHello
+    | SchedulerWelcome
+    | WorkerHello
+    | PoolGrant
+    | RetirePool
+    | Done
+    | InspectHello
+    | EngineReport
+    | WorkerReport
+    | Refusal
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -92,6 +127,12 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """The message as MessagePack, without the frame's length."""
     return _encoder.encode(message)
+
+
+def frame(message: Message) -> bytes:
+    """The message as it goes over the wire, its length in front."""
+    payload = encode(message)
+    return len(payload).to_bytes(4, "little") + payload
 
 
 def decode(payload: bytes) -> Message:

@@ -12,6 +12,7 @@ A bad or silent client costs one of ``MAX_PENDING`` places for at most ``HELLO_T
 import contextlib
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -44,7 +45,7 @@ class Answer(NamedTuple):
 
 
 class _Connection:
-    """A client of the server: first its hello is collected, then its end is awaited."""
+    """A client of the server: first its hello is collected, then its end is awaited, or a long answer is sent."""
 
     def __init__(self, key: int, channel: Channel) -> None:
         self.key = key
@@ -52,6 +53,7 @@ class _Connection:
         self.buffer = bytearray()
         self.deadline = time.monotonic() + HELLO_TIMEOUT_SECONDS
         self.welcomed = False
+        self.outgoing = memoryview(b"")
         self.pidfd: int | None = None
 
     def frame(self) -> bytes | None:
@@ -138,7 +140,7 @@ class SessionServer:
                 self._advance(event.data)
         now = time.monotonic()
         for connection in [c for c in self._connections.values() if not c.welcomed and c.deadline <= now]:
-            self._reject(connection, "said nothing in time")
+            self._reject(connection, "said nothing in time, or did not take its answer")
         return True
 
     def _next_timeout(self) -> float | None:
@@ -176,6 +178,9 @@ class SessionServer:
             self._drop(connection)
             return
         try:
+            if connection.outgoing:
+                self._send_on(connection)
+                return
             data = connection.channel.sock.recv(65536)
             if not data:
                 self._drop(connection)
@@ -197,8 +202,14 @@ class SessionServer:
             logger.exception("a hello could not be answered")
             self._reject(connection, "internal error")
             return
-        connection.welcomed = True
         sock = connection.channel.sock
+        if not answer.keep_open and not answer.fds:
+            # A report may be longer than what the kernel buffers, and its reader may be stopped: the thread waits for no one.
+            connection.outgoing = memoryview(protocol.frame(answer.message))
+            self._selector.modify(sock, selectors.EVENT_WRITE, connection)
+            self._send_on(connection)
+            return
+        connection.welcomed = True
         sock.settimeout(HELLO_TIMEOUT_SECONDS)
         connection.channel.send(answer.message, answer.fds)
         sock.setblocking(False)
@@ -208,6 +219,18 @@ class SessionServer:
         connection.pidfd = open_peer_pidfd(sock)
         if connection.pidfd is not None:
             self._selector.register(connection.pidfd, selectors.EVENT_READ, connection)
+
+    def _send_on(self, connection: _Connection) -> None:
+        """Send as much of the last answer as goes without waiting; its deadline stays the hello's."""
+        connection.outgoing = connection.outgoing[connection.channel.sock.send(connection.outgoing) :]
+        if not connection.outgoing:
+            connection.welcomed = True
+            self._drop(connection)
+
+    def peer_pid(self, key: int) -> int:
+        """Process id of an open session's client; 0 when it is gone or in another PID namespace. The callbacks' thread only."""
+        connection = self._connections.get(key)
+        return connection.channel.peer_pid if connection is not None else 0
 
     def _reject(self, connection: _Connection, reason: str) -> None:
         self.num_rejected += 1
@@ -245,10 +268,21 @@ class Session:
         self.peer_pid = channel.peer_pid
         self._gone = False
 
+    def descriptors(self) -> list[int]:
+        """What becomes readable when the peer is gone; borrowed, until :meth:`close`."""
+        return self._watch.descriptors()
+
     def is_gone(self) -> bool:
         """Whether the peer has exited or ended the session; once true it stays true."""
         self._gone = self._gone or self._watch.is_gone()
         return self._gone
+
+    def looks_gone(self) -> bool:
+        """As :meth:`is_gone`, for onlookers on other threads; changes nothing. May be wrong for a moment while it closes."""
+        poll = select.poll()  # one of its own: a poll object refuses to be used by two threads
+        for fd in self.descriptors():
+            poll.register(fd, select.POLLIN | select.POLLRDHUP)
+        return self._gone or bool(poll.poll(0))
 
     def close(self) -> None:
         """End the session; idempotent."""

@@ -268,15 +268,27 @@ std::optional<std::pair<std::uint32_t, std::uint32_t>> publish(
     return std::make_pair(id->slot, id->generation);
 }
 
-nb::list rows(const LeaseTable& self) {
-    nb::list rows;
-    for (const auto& row : self.rows()) {
-        const bool held = row.state == mc2::lease::SlotState::kHeld;
-        rows.append(nb::make_tuple(row.id.slot, row.id.generation, held ? "held" : "offered",
-                                   row.num_tokens, row.num_blocks, row.claims, row.releases,
-                                   row.age.count()));
+nb::tuple view(const LeaseTable& self, std::size_t max_rows) {
+    mc2::lease::TableView view;
+    {
+        const nb::gil_scoped_release
+            no_gil;  // the scheduler's thread must not wait for an onlooker
+        view = self.view(max_rows);
     }
-    return rows;
+    nb::list rows;
+    for (const auto& row : view.rows) {
+        nb::list holders;
+        for (const auto& holder : row.holders) {
+            holders.append(nb::make_tuple(holder.ledger_id, holder.claims, holder.releases));
+        }
+        const bool held = row.state == mc2::lease::SlotState::kHeld;
+        const bool goes_on = row.verdict == mc2::lease::Verdict::kKeep;
+        rows.append(nb::make_tuple(row.id.slot, row.id.generation,
+                                   goes_on ? (held ? "held" : "offered") : name_of(row.verdict),
+                                   row.num_tokens, row.num_blocks, row.claims, row.releases,
+                                   row.age.count(), holders));
+    }
+    return nb::make_tuple(view.num_leases, rows);
 }
 
 nb::list sweep(LeaseTable& self) {
@@ -305,7 +317,7 @@ void bind_lease_table(const nb::module_& module) {
             NoGil())
         .def("drop_ledger", &LeaseTable::drop_ledger, NoGil(), "ledger_id"_a)
         .def("sweep", &sweep)
-        .def("rows", &rows)
+        .def("view", &view, "max_rows"_a)
         .def("close", &LeaseTable::close, NoGil());
     add_context_manager(type);
 }

@@ -2,7 +2,9 @@
 
 #include <sys/random.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -196,24 +198,63 @@ void LeaseTable::drop_ledger(std::uint64_t id) {
     }
 }
 
-std::vector<LeaseRow> LeaseTable::rows() const {
+TableView LeaseTable::view(std::size_t max_rows) const {
+    std::vector<Sighting> sightings = sight();
+    TableView view{.num_leases = sightings.size(), .rows = {}};
+    const auto num_rows = std::min(max_rows, sightings.size());
+    std::partial_sort(sightings.begin(), sightings.begin() + static_cast<std::ptrdiff_t>(num_rows),
+                      sightings.end(), [](const Sighting& a, const Sighting& b) {
+                          return a.published < b.published;
+                      });
+    sightings.resize(num_rows);
+    view.rows.reserve(num_rows);
+    const auto now = Clock::now();
+    for (const auto& [id, published] : sightings) {
+        const std::scoped_lock lock(mutex_);
+        require_open();
+        const Lease& lease = leases_[id.slot];
+        if (lease.generation == id.generation && lease.state != SlotState::kFree) {
+            view.rows.push_back(row_of(id.slot, now));
+        }  // else it has ended in the meantime
+    }
+    return view;
+}
+
+std::vector<LeaseTable::Sighting> LeaseTable::sight() const {
     const std::scoped_lock lock(mutex_);
     require_open();
-    const auto now = Clock::now();
-    std::vector<LeaseRow> rows;
-    rows.reserve(active_.size());
+    std::vector<Sighting> sightings;
+    sightings.reserve(active_.size());
     for (const std::uint32_t slot : active_) {
         const Lease& lease = leases_[slot];
-        const Counts counts = look(slot);
-        rows.push_back({.id = {.slot = slot, .generation = lease.generation},
-                        .state = counts.claims > 0 ? SlotState::kHeld : SlotState::kOffered,
-                        .num_tokens = lease.num_tokens,
-                        .num_blocks = lease.num_blocks,
-                        .claims = counts.claims,
-                        .releases = counts.claims - counts.active,
-                        .age = now - lease.published});
+        sightings.push_back(
+            {.id = {.slot = slot, .generation = lease.generation}, .published = lease.published});
     }
-    return rows;
+    return sightings;
+}
+
+LeaseRow LeaseTable::row_of(std::size_t slot, Clock::time_point now) const {
+    const Lease& lease = leases_[slot];
+    Counts counts = lease.dropped;
+    std::vector<LeaseHolder> holders;
+    for (const auto& [ledger_id, ledger] : ledgers_) {
+        const auto word =
+            LedgerWord::unpack(ledger.words.ledger(slot).load(std::memory_order_seq_cst));
+        if (word.generation == lease.generation && word.claims > 0) {
+            counts.add(word);
+            holders.push_back(
+                {.ledger_id = ledger_id, .claims = word.claims, .releases = word.releases});
+        }
+    }
+    return {.id = {.slot = static_cast<std::uint32_t>(slot), .generation = lease.generation},
+            .state = counts.claims > 0 ? SlotState::kHeld : SlotState::kOffered,
+            .verdict = judge(counts, now - lease.published >= lease.timeout),
+            .num_tokens = lease.num_tokens,
+            .num_blocks = lease.num_blocks,
+            .claims = counts.claims,
+            .releases = counts.claims - counts.active,
+            .age = now - lease.published,
+            .holders = std::move(holders)};
 }
 
 void LeaseTable::close() {

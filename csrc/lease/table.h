@@ -1,8 +1,9 @@
 // P's half of the lease protocol: publishes leases in the index table, reads the decodes' ledgers, ends leases.
 //
 // Owns the index table's memfd and one memfd per ledger. See protocol.h for the argument, layout.h for the bytes.
-// Threading: publish, sweep and rows by one thread (the scheduler's); add_ledger and drop_ledger by any. A mutex inside
-// keeps those apart; it is held for memory accesses only, never for system calls that wait.
+// Threading: publish and sweep by one thread (the scheduler's); add_ledger, drop_ledger and view by any. A mutex inside
+// keeps those apart; it is held for memory accesses only, never for system calls that wait, and by view() for one lease at
+// a time, so that an onlooker costs the scheduler microseconds whatever the number of leases.
 #pragma once
 
 #include <chrono>
@@ -38,14 +39,29 @@ struct EndedLease {
     Verdict reason;  // never kKeep
 };
 
+// What one living decode has done with a lease.
+struct LeaseHolder {
+    std::uint64_t ledger_id;
+    std::uint32_t claims;
+    std::uint32_t releases;
+};
+
 struct LeaseRow {
     LeaseId id;
-    SlotState state;
+    SlotState state;  // kOffered or kHeld
+    Verdict verdict;  // what a sweep would say now; until there is one, the blocks stay pinned
     std::uint64_t num_tokens;
     std::uint64_t num_blocks;
     std::uint64_t claims;
     std::uint64_t releases;  // those of dropped ledgers included
     std::chrono::duration<double> age;
+    std::vector<LeaseHolder> holders;
+};
+
+// For onlookers. Each row is consistent in itself; leases may come and go between two of them.
+struct TableView {
+    std::size_t num_leases = 0;  // all of them, also those without a row
+    std::vector<LeaseRow> rows;  // the oldest first
 };
 
 struct LedgerHandle {
@@ -62,7 +78,8 @@ class LeaseTable {
     std::optional<LeaseId> publish(const Offer& offer);
     // Leases that ended now; nobody reads their blocks any more.
     std::vector<EndedLease> sweep();
-    [[nodiscard]] std::vector<LeaseRow> rows() const;
+    // Rows of the oldest max_rows leases. Changes nothing.
+    [[nodiscard]] TableView view(std::size_t max_rows) const;
 
     LedgerHandle add_ledger();
     // The decode is gone or has promised to read no block any more. Throws std::invalid_argument for an unknown id.
@@ -94,6 +111,14 @@ class LeaseTable {
         NewSegment segment;
         Words words;
     };
+
+    struct Sighting {
+        LeaseId id;
+        Clock::time_point published;
+    };
+
+    [[nodiscard]] std::vector<Sighting> sight() const;
+    [[nodiscard]] LeaseRow row_of(std::size_t slot, Clock::time_point now) const;
 
     void require_open() const;
     void check(const Offer& offer) const;

@@ -175,12 +175,60 @@ MC2_TEST(nobody_reads_what_is_reused) {
     mc2::lease::LedgerHandle ledger = world.table.add_ledger();
     Claimant last(TestAccess::index(world.table),
                   TestAccess::writable_ledger(world.table, ledger.id), kNumSlots, 4);
-    for (const auto& row : world.table.rows()) {
+    for (const auto& row : world.table.view(kNumSlots).rows) {
         CHECK(last.claim(row.id.slot, row.id.generation) == ClaimResult::kHeld);
         last.release(row.id.slot, row.id.generation);
     }
     sweep(world);
     CHECK_EQ(world.table.num_active(), 0U);
+}
+
+// An onlooker as `inspect` is one: on another thread, at any time.
+void look_on(World& world, std::atomic<std::uint64_t>& num_rows) {
+    while (!world.stop) {
+        const auto view = world.table.view(kNumSlots);
+        if (view.num_leases > kNumSlots || view.rows.size() > view.num_leases) {
+            ++world.num_wrong;
+        }
+        for (const auto& row : view.rows) {
+            std::uint64_t claims = 0;
+            for (const auto& holder : row.holders) {
+                claims += holder.claims;
+            }
+            const bool right = row.num_blocks == 2 && row.num_tokens == 20 &&
+                               row.id.generation > 0 && claims <= row.claims &&
+                               row.releases <= row.claims;
+            world.num_wrong += right ? 0 : 1;
+            ++num_rows;
+        }
+    }
+}
+
+MC2_TEST(a_view_may_be_taken_at_any_time) {
+    World world;
+    std::atomic<std::uint64_t> num_rows{0};
+    {
+        std::vector<std::jthread> others;
+        others.emplace_back([&] { look_on(world, num_rows); });
+        others.emplace_back([&world] {
+            for (std::uint32_t life = 0; !world.stop; ++life) {
+                Life(world, life).run(300);
+            }
+        });
+        const auto end = std::chrono::steady_clock::now() + kTimeBudget;
+        std::uint64_t num_published = 0;
+        while ((num_published < kNumLeases / 2 || num_rows < 1000) &&
+               std::chrono::steady_clock::now() < end) {
+            if (world.table.num_active() < kNumSlots) {
+                publish_one(world, ++num_published);
+            }
+            sweep(world);
+        }
+        world.stop = true;
+        std::cout << num_published << " leases, " << num_rows << " rows seen\n";
+    }
+    CHECK_EQ(world.num_wrong, 0U);
+    CHECK(num_rows > 0);
 }
 
 }  // namespace

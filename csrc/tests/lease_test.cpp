@@ -36,7 +36,7 @@ MC2_TEST(publish_peek_claim_blocks_release) {
     CHECK(claimant.blocks(id.slot, id.generation) ==
           (std::vector<std::uint32_t>{5, 6, 4294967295U}));
     CHECK(table.sweep().empty());
-    const auto row = table.rows().at(0);
+    const auto row = table.view(1).rows.at(0);
     CHECK(row.state == SlotState::kHeld && row.claims == 1 && row.releases == 0);
     CHECK_EQ(TestAccess::index(table).references(id.slot).load(), 2U);
     decode.release(id);
@@ -46,6 +46,37 @@ MC2_TEST(publish_peek_claim_blocks_release) {
     CHECK_EQ(table.num_active(), 0U);
     CHECK(!claimant.peek(id.slot, id.generation));
     CHECK(decode.claim(id) == ClaimResult::kDead);
+}
+
+MC2_TEST(a_view_shows_the_oldest_first_and_who_holds_them) {
+    LeaseTable table(4, 8);
+    Decode first(table);
+    const Decode idle(table);
+    Decode second(table);
+    const auto old = publish(table, kForever, {1, 2, 3}).value();
+    const auto young = publish(table, 0.0, {4}).value();
+    CHECK(first.claim(old) == ClaimResult::kHeld);
+    CHECK(second.claim(old) == ClaimResult::kHeld);
+    CHECK(second.claim(old) == ClaimResult::kHeld);
+    second.release(old);
+    const auto all = table.view(10);
+    CHECK_EQ(all.num_leases, 2U);
+    CHECK(all.rows.size() == 2 && all.rows[0].id == old && all.rows[1].id == young);
+    CHECK(all.rows[0].claims == 3 && all.rows[0].releases == 1);
+    const auto& holders = all.rows[0].holders;
+    CHECK(holders.size() == 2);
+    CHECK(holders[0].ledger_id == first.ledger.id && holders[0].claims == 1);
+    CHECK(holders[1].ledger_id == second.ledger.id && holders[1].claims == 2);
+    CHECK_EQ(holders[1].releases, 1U);
+    CHECK(all.rows[0].verdict == Verdict::kKeep && all.rows[1].verdict == Verdict::kExpired);
+    const auto one = table.view(1);
+    CHECK(one.num_leases == 2 && one.rows.size() == 1);
+    CHECK(one.rows[0].id == old);
+    CHECK(is_only(table.sweep(), young, Verdict::kExpired));  // a view ends nothing, a sweep does
+    table.drop_ledger(first.ledger.id);
+    second.release(old);
+    const auto dead = table.view(1).rows.at(0);
+    CHECK(dead.verdict == Verdict::kPeerGone && dead.holders.size() == 1 && dead.claims == 3);
 }
 
 MC2_TEST(full_table_and_bad_offers) {
@@ -99,7 +130,7 @@ MC2_TEST(one_decode_claims_twice) {
     CHECK(decode.claim(id) == ClaimResult::kHeld);
     decode.release(id);
     CHECK(table.sweep().empty());
-    CHECK_EQ(table.rows().at(0).claims, 2U);
+    CHECK_EQ(table.view(1).rows.at(0).claims, 2U);
     decode.release(id);
     CHECK(is_only(table.sweep(), id, Verdict::kReleased));
 }
@@ -177,7 +208,7 @@ MC2_TEST(ticket_of_the_future_leaves_no_trace) {
     const auto id = publish(table, kForever).value();
     CHECK_EQ(id.generation, 1U);
     CHECK(table.sweep().empty());
-    CHECK_EQ(table.rows().at(0).claims, 0U);
+    CHECK_EQ(table.view(1).rows.at(0).claims, 0U);
     CHECK(decode.reader.claimant().claim(0, (std::uint64_t{1} << 32U) + 1) == ClaimResult::kDead);
     CHECK(decode.reader.claimant().claim(1, 1) == ClaimResult::kDead);
     CHECK(!decode.reader.claimant().peek(~std::uint64_t{0}, 1));
@@ -218,7 +249,7 @@ MC2_TEST(pending_claim_waits_for_the_verdict) {
     CHECK(claimant.poll(id.slot, id.generation) == ClaimResult::kDead);
     CHECK_THROWS(std::invalid_argument, claimant.poll(id.slot, id.generation));
     write(SlotState::kHeld);
-    CHECK_EQ(table.rows().at(0).claims, 1U);  // the dead one was taken back
+    CHECK_EQ(table.view(1).rows.at(0).claims, 1U);  // the dead one was taken back
     decode.release(id);
     CHECK(is_only(table.sweep(), id, Verdict::kReleased));
 }

@@ -75,7 +75,7 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
 def _vllm_config(
     model: Path, role: str | None, block_size: int, policy: str, extra: dict[str, Any], **more: Any
 ) -> VllmConfig:
-    model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=more.pop("max_model_len", 1024))
+    model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=more.pop("max_model_len", 512))
     transfer = None
     if role is not None:
         transfer = KVTransferConfig(

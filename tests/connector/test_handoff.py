@@ -91,8 +91,8 @@ def test_a_prompt_longer_than_what_prefill_covered_is_continued_here(pair: Pair)
     assert_clean(*pair)
 
 
-def test_eight_at_once(pair: Pair) -> None:
-    producer, consumer = pair
+def test_eight_at_once(make_engine: MakeEngine) -> None:
+    pair = producer, consumer = make_engine("kv_producer", num_blocks=128), make_engine("kv_consumer")
     prompts = {f"r{i}": prompt_of(20 + 13 * i, seed=i) for i in range(8)}
     tickets = {name: prefill(producer, name, prompt) for name, prompt in prompts.items()}
     for name, prompt in prompts.items():

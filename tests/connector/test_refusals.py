@@ -355,6 +355,41 @@ def test_no_lease_slot_left_means_no_ticket(make_engine: MakeEngine) -> None:
     assert producer.num_free_blocks == free
 
 
+def test_no_more_than_the_cap_is_lent_and_prefill_keeps_serving(make_engine: MakeEngine) -> None:
+    """31 blocks, half of which may be lent. Shared blocks count once."""
+    producer = make_engine("kv_producer", num_blocks=32, max_model_len=128, extra={"max_lent_fraction": 0.5})
+    consumer = make_engine("kv_consumer")
+    prompts = [prompt_of(80, seed=index) for index in range(12)]
+    answers = []
+    for index, prompt in enumerate(prompts):
+        producer.add(f"p{index}", prompt, {"do_remote_decode": True}, max_tokens=1)
+        producer.run()
+        answers.append(producer.finished[f"p{index}"][2])
+        assert producer.finished[f"p{index}"][0] == expected_tokens(prompt, 1)
+    assert [answer is not None for answer in answers] == [True] * 3 + [False] * 9
+    producer.add("again", prompts[0], {"do_remote_decode": True}, max_tokens=1)
+    producer.run()
+    assert producer.finished["again"][2] is None  # its last block is another one than the first time
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        consumer.add(f"d{index}", prompt, answer)
+        consumer.run()
+        assert consumer.finished[f"d{index}"][0] == expected_tokens(prompt, 4)
+    assert_clean(producer, consumer)
+    prefill(producer, "afterwards", prompts[0])
+
+
+def test_a_request_of_full_length_fits_beside_what_is_lent(make_engine: MakeEngine) -> None:
+    """Tickets that nobody takes hold all that may be lent, and prefill still serves at once."""
+    producer = make_engine("kv_producer", num_blocks=24, max_model_len=256, extra={"max_lent_fraction": 1.0})
+    for index in range(8):
+        producer.add(f"p{index}", prompt_of(40, seed=index), {"do_remote_decode": True}, max_tokens=1)
+        producer.run()
+    assert producer.stats["leases_published"] == 2
+    producer.add("long", prompt_of(250, seed=99), None, max_tokens=4)
+    producer.run()
+    assert producer.finished["long"][0] == expected_tokens(prompt_of(250, seed=99), 4)
+
+
 @pytest.mark.parametrize(
     "params",
     [

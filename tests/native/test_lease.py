@@ -50,14 +50,18 @@ def test_life_of_a_lease(table: LeaseTable) -> None:
     assert generation == 1
     assert table.num_active == 1
     assert reader.peek(slot, generation) == (TOKEN, DIGEST, 48, 3)
-    [row] = table.rows()
+    num_leases, [row] = table.view(4)
+    assert num_leases == 1
     assert row[:7] == (slot, generation, "offered", 48, 3, 0, 0)
-    assert row[7] >= 0
+    assert row[7] >= 0 and row[8] == []
     assert reader.claim(slot, generation) == "held"
     assert reader.blocks(slot, generation) == [4, 5, 6]
     assert table.sweep() == []
-    assert table.rows()[0][2:7] == ("held", 48, 3, 1, 0)
+    assert table.view(4)[1][0][2:7] == ("held", 48, 3, 1, 0)
+    assert table.view(4)[1][0][8] == [(1, 1, 0)]
+    assert table.view(0) == (1, [])
     reader.release(slot, generation)
+    assert table.view(4)[1][0][2] == "released"  # over, but not swept yet
     assert table.sweep() == [(slot, generation, "released")]
     assert reader.peek(slot, generation) is None
     assert reader.claim(slot, generation) == "dead"
@@ -143,3 +147,5 @@ def test_closed_objects_refuse(table: LeaseTable) -> None:
     table.close()
     with pytest.raises(ValueError, match="closed"):
         table.sweep()
+    with pytest.raises(ValueError, match="closed"):
+        table.view(1)

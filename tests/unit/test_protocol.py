@@ -17,6 +17,8 @@ MESSAGES: list[protocol.Message] = [
     protocol.SchedulerWelcome("prefill", 128, (protocol.WorkerEndpoint(0, "b" * 32, POOL),)),
     protocol.WorkerHello(1, 0, {"dtype": "float32"}),
     protocol.PoolGrant(POOL),
+    protocol.RetirePool("d" * 32, 64),
+    protocol.Done(),
     protocol.Refusal("dtype", "a", "b"),
 ]
 

@@ -19,9 +19,10 @@ from vllm_mc2.channel import prepare_socket_dir, sweep_at_exit, sweep_stale_sock
 from vllm_mc2.config import parse_config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.decode import DecodeHalf
+from vllm_mc2.connector.inspecting import EngineInspector
 from vllm_mc2.connector.metadata import MC2Handshake, MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.metrics import MC2PromMetrics, MC2Stats
-from vllm_mc2.connector.peers import PeerTable
+from vllm_mc2.connector.peers import OwnWorker, PeerTable
 from vllm_mc2.connector.prefill import PrefillHalf
 from vllm_mc2.connector.worker import WorkerHalf
 from vllm_mc2.protocol import WorkerEndpoint
@@ -60,6 +61,7 @@ class MC2Connector(KVConnectorBase_V1):
         self._prefill: PrefillHalf | None = None
         self._decode: DecodeHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._inspector: EngineInspector | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config, self._directory)
         else:
@@ -137,6 +139,11 @@ class MC2Connector(KVConnectorBase_V1):
             self._prefill = self._make_prefill(workers)
         if transfer.is_kv_consumer:
             self._decode = self._make_decode(workers, off_reason)
+        if self._kv_cache_manager is not None:
+            pool, decode = self._kv_cache_manager.block_pool, self._decode
+            self._inspector = EngineInspector(
+                self._engine_id(), self._directory, pool, self._block_size(), off_reason, self._prefill, decode
+            )
 
     def _why_off(self, workers: list[MC2Handshake]) -> str | None:
         missing = compat.check_contract()
@@ -187,6 +194,7 @@ class MC2Connector(KVConnectorBase_V1):
                 len(workers),
                 self._block_size(),
                 self._config.handshake_timeout_seconds,
+                tuple(OwnWorker(worker.socket_id or "", worker.control_token) for worker in workers),
             )
             logger.info("decode %s attaches prefills from %s", self._engine_id(), self._directory)
         return DecodeHalf(
@@ -262,7 +270,7 @@ class MC2Connector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """Hook: the engine stops."""
-        for half in (self._prefill, self._decode, self._worker):
+        for half in (self._inspector, self._prefill, self._decode, self._worker):
             if half is not None:
                 half.close()
 

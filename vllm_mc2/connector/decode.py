@@ -11,10 +11,8 @@ exactly one prompt token. Rejected means that the prompt is computed here or the
 ``kv_load_failure_policy`` says. Scheduler thread only.
 """
 
-import enum
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.v1.core.block_pool import BlockPool
@@ -22,6 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.borrowed import BorrowedBlocks, Loan
+from vllm_mc2.connector.handoff import Handoff, HandoffState
 from vllm_mc2.connector.metadata import MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.connector.peers import Peer, PeerState, PeerTable
@@ -36,45 +35,6 @@ logger = logging.getLogger("vllm.mc2.decode")
 
 MAX_LOOKUPS = 8
 """How often blocks are put back that left the prefix cache between attach and lookup, before the request is computed here."""
-
-
-class HandoffState(enum.Enum):
-    """See the module's docstring."""
-
-    WAITING = "waiting"
-    ATTACHED = "attached"
-    REJECTED = "rejected"
-
-
-@dataclass(eq=False)
-class Handoff:
-    """One request that came with a ticket."""
-
-    request: "Request"
-    ticket: Ticket | None
-    state: HandoffState = HandoffState.WAITING
-    reason: str = ""
-    loan: Loan | None = None
-    is_verdict_pending: bool = False
-    num_full: int = 0
-    """Full blocks that are attached."""
-    num_tail: int = 0
-    handoff_seconds: float = 0.0
-    num_lookups: int = 0
-    is_failed: bool = False
-    is_counted: bool = False
-
-    def report(self, bytes_per_block: int, *, fails: bool) -> dict[str, object]:
-        """What happened, for ``report_in_response``."""
-        attached = self.state is HandoffState.ATTACHED
-        return {
-            "way": "attach" if attached else "failed" if fails else "recompute",
-            "reason": self.reason or None,
-            "blocks_attached": self.num_full if attached else 0,
-            "tail_tokens": self.num_tail,
-            "kv_bytes_not_copied": self.num_full * bytes_per_block if attached else 0,
-            "handoff_us": round(self.handoff_seconds * 1e6, 1),
-        }
 
 
 class DecodeHalf:
@@ -208,21 +168,25 @@ class DecodeHalf:
     def _advance(self, handoff: Handoff) -> HandoffState:
         """Take a waiting hand-off as far as it goes without waiting; returns where it is then."""
         assert self._peers is not None and handoff.ticket is not None
+        with self._peers.lock:
+            self._advance_locked(handoff, handoff.ticket, self._peers)
+        return handoff.state
+
+    def _advance_locked(self, handoff: Handoff, ticket: Ticket, peers: PeerTable) -> None:
         started = time.perf_counter()
         try:
-            peer = self._peers.get(handoff.ticket.incarnation)
+            peer = peers.get(ticket.incarnation)
         except PeerUnreachableError as error:
             self._reject(handoff, "peer_unreachable", str(error))
-            return handoff.state
+            return
         if peer.state is PeerState.FAILED:
             self._reject(handoff, peer.reason, f"prefill {peer.engine_id or peer.incarnation}")
         elif peer.is_gone():
             # Its memory is still mapped here and would even be right, but nobody keeps the promise any more.
             self._reject(handoff, "peer_gone", f"prefill {peer.engine_id} ended before its ticket was claimed")
         elif peer.state is PeerState.READY:
-            self._attach(handoff, handoff.ticket, peer)
+            self._attach(handoff, ticket, peer)
             handoff.handoff_seconds = time.perf_counter() - started
-        return handoff.state
 
     def _attach(self, handoff: Handoff, ticket: Ticket, peer: Peer) -> None:
         assert peer.leases is not None
@@ -349,10 +313,8 @@ class DecodeHalf:
 
     def _release(self, loan: Loan) -> None:
         """Nothing here uses the loan any more: tell prefill, by one word in the ledger."""
-        peer = self._lenders.pop(loan)
-        peer.num_loans -= 1
-        if peer.leases is not None:
-            peer.leases.release(loan.lease_id)
+        assert self._peers is not None
+        self._peers.give_back(self._lenders.pop(loan), loan.lease_id)
 
     @staticmethod
     def _ask(handoff: Handoff, leases: PeerLeases, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
@@ -369,26 +331,33 @@ class DecodeHalf:
         """
         if self._peers is None or handoff.ticket is None:
             return True
-        try:
-            peer = self._peers.get(handoff.ticket.incarnation)
-        except PeerUnreachableError:
-            return True
-        if peer.state is PeerState.FAILED or peer.is_gone():
-            return True
-        if peer.leases is None:
-            return False
-        lease_id = handoff.ticket.lease_id
-        if not handoff.is_verdict_pending:
-            if (peer.incarnation, lease_id) in self._loans or peer.leases.look_up(handoff.ticket) is None:
+        with self._peers.lock:
+            try:
+                peer = self._peers.get(handoff.ticket.incarnation)
+            except PeerUnreachableError:
                 return True
-        verdict = self._ask(handoff, peer.leases, lease_id)
+            if peer.state is PeerState.FAILED or peer.is_gone():
+                return True
+            return peer.leases is not None and self._decline_known(handoff, handoff.ticket, peer, peer.leases)
+
+    def _decline_known(self, handoff: Handoff, ticket: Ticket, peer: Peer, leases: PeerLeases) -> bool:
+        lease_id = ticket.lease_id
+        if not handoff.is_verdict_pending:
+            if (peer.incarnation, lease_id) in self._loans or leases.look_up(ticket) is None:
+                return True
+        verdict = self._ask(handoff, leases, lease_id)
         if verdict == "held":
-            peer.leases.release(lease_id)
+            leases.release(lease_id)
         return verdict != "pending"
 
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping although it has no request: at most until the handshake times out."""
-        return bool(self._declined)
+        return bool(self._declined) or (self._peers is not None and self._peers.is_settling)
+
+    @property
+    def peers(self) -> PeerTable | None:
+        """For onlookers; None when attach is off."""
+        return self._peers
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for tests and ``inspect``: everything is 0 when nothing is borrowed."""

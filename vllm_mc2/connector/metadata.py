@@ -65,4 +65,7 @@ class MC2Handshake(KVConnectorHandshakeMetadata):
     pool: PoolLayout | None
     """None unless the pool is shared."""
     socket_id: str | None
+    """Where the worker listens; None when attach is off."""
+    control_token: str = ""
+    """Proves to the worker that its own scheduler speaks."""
     reason: str | None = None

@@ -1,4 +1,7 @@
-"""Decode's table of prefill engines: from a ticket's incarnation to a mapped pool. Scheduler thread only.
+"""Decode's table of prefill engines: from a ticket's incarnation to a mapped pool.
+
+Scheduler thread, but for one thing: when a peer ends while this engine is idle, the death watch's thread retires it. Hence
+:attr:`PeerTable.lock`, which whoever uses a peer's leases or counts its loans must hold.
 
 A peer goes through these states; every step is driven by :meth:`PeerTable.poll` from scheduler hooks, the only thing that
 waits is a short-lived thread per handshake::
@@ -11,20 +14,23 @@ for that incarnation.
 """
 
 import enum
+import functools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from vllm_mc2.channel import close_all, socket_path
+from vllm_mc2.connector.deathwatch import DeathWatchThread
 from vllm_mc2.connector.metadata import MapPeer, MapResult
 from vllm_mc2.errors import LayoutError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from vllm_mc2.layout import AddressPlan, WindowAllocator
-from vllm_mc2.leases import PeerLeases
-from vllm_mc2.protocol import PROTOCOL_VERSION, SchedulerHello, SchedulerWelcome
+from vllm_mc2.leases import LeaseId, PeerLeases
+from vllm_mc2.protocol import PROTOCOL_VERSION, Done, RetirePool, SchedulerHello, SchedulerWelcome
 from vllm_mc2.session import Session, open_session
 
 logger = logging.getLogger("vllm.mc2.peers")
@@ -71,6 +77,28 @@ class Peer:
 
 
 _Connected = tuple[SchedulerWelcome, list[int], Session]
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+def _locked(method: Callable[P, R]) -> Callable[P, R]:
+    """The method of :class:`PeerTable` runs with the table's lock held."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        table = args[0]
+        assert isinstance(table, PeerTable)
+        with table.lock:
+            return method(*args, **kwargs)
+
+    return run
+
+
+class OwnWorker(NamedTuple):
+    """One of this engine's own workers: where it listens, and what proves that its scheduler speaks."""
+
+    socket_id: str
+    control_token: str
 
 
 class PeerTable:
@@ -84,7 +112,12 @@ class PeerTable:
         num_ranks: int,
         block_size: int,
         timeout_seconds: float,
+        workers: tuple[OwnWorker, ...] = (),
     ) -> None:
+        """``workers``: where this engine's own workers listen, for orders between steps."""
+        self.lock = threading.RLock()
+        self._workers = workers
+        self._deathwatch = DeathWatchThread(self._retire)
         self._engine_id = engine_id
         self._directory = directory
         self._plan = plan
@@ -100,6 +133,12 @@ class PeerTable:
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
 
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """``(first block id, block ids, free ones)``; for onlookers, any thread."""
+        return self._plan.window_base, self._plan.num_window, self._window.num_free
+
+    @_locked
     def get(self, incarnation: str) -> Peer:
         """The peer with this incarnation; starts a handshake with one that is not known yet.
 
@@ -129,6 +168,7 @@ class PeerTable:
         except (PeerUnreachableError, PeerRefusedError, ProtocolError, OSError) as error:
             self._connected.put((incarnation, error))
 
+    @_locked
     def poll(self) -> None:
         """Take in what the handshake threads brought, give up on what is late, remove peers that are gone and unused."""
         while not self._connected.empty():
@@ -193,6 +233,7 @@ class PeerTable:
             raise LayoutError(f"ranks of different sizes: {sorted(sizes)} blocks")
         return sizes.pop()
 
+    @_locked
     def on_map_results(self, results: Iterable[MapResult]) -> None:
         """Take in the workers' answers to map orders."""
         for result in results:
@@ -205,25 +246,78 @@ class PeerTable:
             peer.ranks_left.discard(result.rank)
             if not peer.ranks_left:
                 peer.state = PeerState.READY
+                assert peer.session is not None
+                self._deathwatch.watch(peer.incarnation, peer.session)
                 logger.info("attached prefill %s: %d blocks mapped at %d", peer.engine_id, peer.num_blocks, peer.base)
 
+    @_locked
     def forget_failed(self) -> None:
         """Drop failed peers whose reason may change, once everybody who waited for them has been told."""
         for peer in list(self._peers.values()):
             if peer.state is PeerState.FAILED and peer.reason != "peer_refused":
                 del self._peers[peer.incarnation]
 
+    @_locked
     def take_orders(self) -> tuple[list[MapPeer], list[int]]:
         """``(pools to map, bases to unmap)`` for the workers; the latter come first."""
         orders = self._map_orders, self._unmap_orders
         self._map_orders, self._unmap_orders = [], []
         return orders
 
+    @_locked
+    def give_back(self, peer: Peer, lease_id: LeaseId) -> None:
+        """A loan of this peer is over: say so in its ledger; if it was the last one of a dead peer, retire that."""
+        if peer.leases is not None:
+            peer.leases.release(lease_id)
+        peer.num_loans -= 1
+        if peer.num_loans == 0 and peer.session is not None and peer.is_gone():
+            # This engine may be about to fall asleep, so it is not left to the next step.
+            self._deathwatch.watch(peer.incarnation, peer.session)
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether a handshake or a mapping is under way: bounded by the handshake timeout."""
+        return any(peer.state in {PeerState.CONNECTING, PeerState.MAPPING} for peer in self._peers.values())
+
     def close(self) -> None:
         """End every session."""
-        for peer in self._peers.values():
-            peer.close()
-        self._peers.clear()
+        self._deathwatch.close()
+        with self.lock:
+            for peer in self._peers.values():
+                peer.close()
+            self._peers.clear()
+
+    def _retire(self, incarnation: str) -> None:
+        """Death watch's thread: give back a dead peer's window if nothing of it is in use; else the scheduler will."""
+        with self.lock:
+            peer = self._peers.get(incarnation)
+            if peer is None or peer.state is not PeerState.READY or peer.num_loans or not peer.is_gone():
+                return
+            del self._peers[incarnation]
+        logger.info("prefill %s is gone and nothing of it is in use: unmapped", peer.engine_id)
+        is_unmapped = all(self._order_unmap(worker, peer.base) for worker in self._workers)
+        with self.lock:
+            if not is_unmapped:
+                self._unmap_orders.append(peer.base)
+            # Only now may the window's range be given to somebody else.
+            self._window.release(peer.base, peer.num_blocks)
+            self._close(peer)
+
+    def _order_unmap(self, worker: OwnWorker, base: int) -> bool:
+        order = RetirePool(worker.control_token, base)
+        path = socket_path(self._directory, worker.socket_id)
+        try:
+            _, _, session = open_session(path, order, Done, 0, self._timeout_seconds)
+        except (PeerUnreachableError, PeerRefusedError, ProtocolError, OSError) as error:
+            logger.warning("a worker did not unmap a dead peer's pool, its next step will: %s", error)
+            return False
+        session.close()
+        return True
+
+    def _close(self, peer: Peer) -> None:
+        if peer.session is not None:
+            self._deathwatch.forget(peer.session)
+        peer.close()
 
     def _forget_oldest_refused(self) -> None:
         refused = [peer for peer in self._peers.values() if peer.state is PeerState.FAILED]
@@ -238,14 +332,14 @@ class PeerTable:
     def _remove(self, peer: Peer) -> None:
         del self._peers[peer.incarnation]
         self._give_back_window(peer)
-        peer.close()
+        self._close(peer)
 
     def _fail(self, peer: Peer, reason: str, detail: str) -> None:
         logger.warning("cannot attach prefill %s: %s (%s)", peer.engine_id or peer.incarnation, reason, detail)
         peer.state = PeerState.FAILED
         peer.reason = reason
         self._give_back_window(peer)
-        peer.close()
+        self._close(peer)
 
     def _give_back_window(self, peer: Peer) -> None:
         if peer.base < 0:

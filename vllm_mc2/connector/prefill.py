@@ -5,6 +5,8 @@ at the next scheduler hook, since an idle engine needs no blocks. Scheduler thre
 """
 
 import logging
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.leases import LeaseBook, new_token
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
+    InspectHello,
     Message,
     Refusal,
     SchedulerHello,
@@ -56,16 +59,30 @@ class PrefillHalf:
         self._block_pool = block_pool
         self._block_size = block_size
         self._stats = stats
-        self._ledgers: dict[int, int] = {}
-        """Session key -> ledger id; the session thread's alone."""
+        self._lent: Counter[int] = Counter()
+        """Block id -> number of leases that cover it; a block that is not lent is not in it."""
+        self._ledgers: dict[int, tuple[int, str]] = {}
+        """Session key -> ledger id and decode's engine id; the session thread's alone."""
+        self.on_inspect: Callable[[InspectHello], Answer] | None = None
+        """Answers an onlooker, on the session thread. Set once, by who can see the whole engine."""
         self.incarnation = new_incarnation()
         max_blocks = -(-max_model_len // block_size)
+        num_blocks = len(block_pool.blocks) - 1  # without the null block
+        # However much is lent, a request of any length can still be computed: lending must never stop prefill.
+        self._max_lent = min(int(config.max_lent_fraction * num_blocks), num_blocks - max_blocks)
+        if self._max_lent < max_blocks:
+            logger.warning(
+                "of %d KV blocks only %d can be lent, since a request of %d tokens needs %d; more KV memory or a smaller"
+                " --max-model-len lends more", num_blocks, max(0, self._max_lent), max_model_len, max_blocks,
+            )  # fmt: skip
         self.book: LeaseBook[list[KVCacheBlock]] = LeaseBook(self.incarnation, config.num_lease_slots, max_blocks)
         self._server = SessionServer(directory, self.incarnation, self._on_hello, self._on_close)
 
     # --- session thread ---
 
     def _on_hello(self, key: int, hello: Message) -> Answer:
+        if isinstance(hello, InspectHello) and self.on_inspect is not None:
+            return self.on_inspect(hello)
         if not isinstance(hello, SchedulerHello):
             return Answer(Refusal("message", type(hello).__name__, "SchedulerHello"), keep_open=False)
         if hello.protocol != PROTOCOL_VERSION:
@@ -75,16 +92,25 @@ class PrefillHalf:
             return Answer(Refusal("incarnation", hello.incarnation, self.incarnation), keep_open=False)
         # Registered before it is handed out: from here on no lease can end without this ledger being read.
         ledger_id, ledger_fd = self.book.add_ledger()
-        self._ledgers[key] = ledger_id
+        self._ledgers[key] = ledger_id, hello.engine_id
         logger.info("decode %s has opened a session", hello.engine_id)
         welcome = SchedulerWelcome(self._engine_id, self._block_size, self._workers)
         return Answer(welcome, (self.book.index_fd, ledger_fd))
 
     def _on_close(self, key: int) -> None:
-        ledger_id = self._ledgers.pop(key, None)
-        if ledger_id is not None:
-            logger.info("a decode is gone; what only it held ends")
-            self.book.drop_ledger(ledger_id)
+        ledger = self._ledgers.pop(key, None)
+        if ledger is not None:
+            logger.info("decode %s is gone; what only it held ends", ledger[1])
+            self.book.drop_ledger(ledger[0])
+
+    @property
+    def num_lent_blocks(self) -> int:
+        """Blocks under leases, each counted once. Any thread."""
+        return len(self._lent)
+
+    def decodes(self) -> dict[int, tuple[int, str]]:
+        """Ledger id -> ``(pid, engine id)`` of the decodes that have a session. Session thread."""
+        return {ledger_id: (self._server.peer_pid(key), name) for key, (ledger_id, name) in self._ledgers.items()}
 
     # --- scheduler thread ---
 
@@ -93,9 +119,16 @@ class PrefillHalf:
         for lease in self.book.sweep():
             # Last block first, as vLLM frees a request's blocks: the end of a prefix is evicted before its start.
             self._block_pool.free_blocks(reversed(lease.payload))
+            self._take_back(lease.payload)
             self._stats.add("leases_ended", 1, lease.reason)
             if lease.reason == "expired":
                 logger.warning("ticket %08x-%08x was not claimed in time", *lease.lease_id)
+
+    def _take_back(self, blocks: list[KVCacheBlock]) -> None:
+        for block in blocks:
+            self._lent[block.block_id] -= 1
+            if not self._lent[block.block_id]:
+                del self._lent[block.block_id]
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> dict[str, Any] | None:
         """``kv_transfer_params`` for the response of a prefill request, with a ticket unless there can be none.
@@ -119,6 +152,7 @@ class PrefillHalf:
             self._block_pool.free_blocks(reversed(blocks))
             self._refuse(request, "no free lease slot; raise num_lease_slots")
             return None
+        self._lent.update(block_ids)
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
         return ticket_params(ticket, self._engine_id, len(self._workers))
@@ -129,6 +163,9 @@ class PrefillHalf:
         # 0 is the null block; what is beyond the pool is borrowed from another engine and not ours to lend.
         if not all(0 < block_id < len(self._block_pool.blocks) for block_id in block_ids):
             return "its blocks are not all our own"
+        num_lent = len(self._lent) + sum(block_id not in self._lent for block_id in block_ids)
+        if num_lent > self._max_lent:
+            return f"{len(self._lent)} blocks are lent already; see max_lent_fraction"
         return None
 
     def _refuse(self, request: "Request", problem: str) -> None:

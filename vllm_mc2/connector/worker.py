@@ -8,6 +8,7 @@ Peers are mapped on a short-lived thread each, since a stopped peer answers late
 scheduler has heard that it is mapped. Everything else runs on the worker's main thread.
 """
 
+import hmac
 import logging
 import queue
 import threading
@@ -23,15 +24,19 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_mc2.channel import close_all, socket_path
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
+from vllm_mc2.connector.inspecting import answer_for_worker
 from vllm_mc2.connector.metadata import MapPeer, MapResult, MC2Handshake, MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.errors import LayoutError, MC2Error, PeerRefusedError, PeerUnreachableError
 from vllm_mc2.layout import AddressPlan, make_plan
 from vllm_mc2.memory import WorkerMemory
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
+    Done,
+    InspectHello,
     Message,
     PoolGrant,
     Refusal,
+    RetirePool,
     WorkerHello,
     first_difference,
     new_incarnation,
@@ -78,6 +83,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
+        self._engine_id = str(transfer.engine_id)
         self._is_producer = transfer.is_kv_producer
         self._is_consumer = transfer.is_kv_consumer
         self._rank = compat.tensor_parallel_rank()
@@ -85,6 +91,7 @@ class WorkerHalf:
         self._plan: AddressPlan | None = None
         self._server: SessionServer | None = None
         self._socket_id = new_incarnation()
+        self._control_token = new_incarnation()
         self._results: queue.SimpleQueue[MapResult] = queue.SimpleQueue()
         self._mapping: dict[int, threading.Thread] = {}
         self._failed: set[str] = set()
@@ -143,8 +150,7 @@ class WorkerHalf:
             if tensor is None or tensor.data_ptr() != expected:
                 found = "nowhere" if tensor is None else hex(tensor.data_ptr())
                 raise LayoutError(f"layer {region.name} lies at {found}, planned was {expected:#x}")
-        if self._is_producer:
-            self._server = SessionServer(self._directory, self._socket_id, self._on_hello, lambda key: None)
+        self._server = SessionServer(self._directory, self._socket_id, self._on_hello, lambda key: None)
 
     def handshake(self) -> MC2Handshake:
         """What the scheduler half must know of this worker."""
@@ -153,15 +159,30 @@ class WorkerHalf:
             rank=self._rank,
             plan=self._plan,
             pool=self._memory.layout if shared and self._memory is not None else None,
-            socket_id=self._socket_id if shared else None,
+            socket_id=self._socket_id if self._plan is not None else None,
+            control_token=self._control_token,
             reason=self.off_reason,
         )
 
     def _on_hello(self, key: int, hello: Message) -> Answer:
-        """Session thread: a decode's worker asks for the pool."""
-        assert self._memory is not None and self._memory.pool_fd is not None
-        if not isinstance(hello, WorkerHello):
-            return Answer(Refusal("message", type(hello).__name__, "WorkerHello"), keep_open=False)
+        """Session thread: a decode's worker asks for the pool, or our own scheduler gives an order between steps."""
+        if isinstance(hello, RetirePool):
+            return self._retire(hello)
+        if isinstance(hello, WorkerHello):
+            return self._grant(hello)
+        if isinstance(hello, InspectHello) and self._memory is not None:
+            return answer_for_worker(hello, self._engine_id, self._rank, self._memory)
+        return Answer(Refusal("message", type(hello).__name__, "WorkerHello"), keep_open=False)
+
+    def _retire(self, order: RetirePool) -> Answer:
+        if not hmac.compare_digest(order.control_token, self._control_token):
+            return Answer(Refusal("control_token", "(not shown)", "(not shown)"), keep_open=False)
+        self._unmap(order.base)
+        return Answer(Done(), keep_open=False)
+
+    def _grant(self, hello: WorkerHello) -> Answer:
+        if self._memory is None or self._memory.pool_fd is None:
+            return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
         mine = {**self._fingerprint, "protocol": str(PROTOCOL_VERSION), "rank": str(self._rank)}
         theirs = {**hello.fingerprint, "protocol": str(hello.protocol), "rank": str(hello.rank)}
         difference = first_difference(mine, theirs)

@@ -1,0 +1,213 @@
+"""Answers ``vllm-mc2 inspect``: reports on the engine and its workers, made from what the halves show.
+
+Everything here runs on a session thread. It only reads, takes no lock that the scheduler waits for longer than for one lease,
+and hands out no descriptor: an engine behaves the same whether it is looked at or not. What the scheduler thread owns is read
+as single attributes and copied lists, so a number may be a moment old.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from vllm.v1.core.block_pool import BlockPool
+
+from vllm_mc2 import protocol
+from vllm_mc2.connector.decode import DecodeHalf
+from vllm_mc2.connector.peers import Peer, PeerState
+from vllm_mc2.connector.prefill import PrefillHalf
+from vllm_mc2.inspection import (
+    MAX_DECODE_ROWS,
+    MAX_HOLDER_ROWS,
+    MAX_LEASE_ROWS,
+    MAX_PEER_ROWS,
+    DecodeRow,
+    EngineReport,
+    HolderRow,
+    LeaseRow,
+    MappedRow,
+    PeerRow,
+    WindowRow,
+    WorkerReport,
+)
+from vllm_mc2.leases import LeaseView
+from vllm_mc2.memory import WorkerMemory
+from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, InspectHello, Message, Refusal, new_incarnation
+from vllm_mc2.session import Answer, SessionServer
+
+Decodes = dict[int, tuple[int, str]]
+"""Ledger id -> ``(pid, engine id)``"""
+
+
+class EngineInspector:
+    """Reports on one engine: through prefill's listener, or through one of its own where there is no prefill half."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        directory: Path,
+        block_pool: BlockPool,
+        block_size: int,
+        off_reason: str | None,
+        prefill: PrefillHalf | None,
+        decode: DecodeHalf | None,
+    ) -> None:
+        """Listens from here on.
+
+        Raises:
+            ConfigError: the socket cannot be bound.
+        """
+        self._engine_id = engine_id[:256]
+        self._block_pool = block_pool
+        self._block_size = block_size
+        self._off_reason = (off_reason or "")[:1024]
+        self._prefill = prefill
+        self._decode = decode
+        self._role: Literal["prefill", "decode", "both"] = "prefill" if decode is None else "decode"
+        self._started = time.monotonic()
+        self._server: SessionServer | None = None
+        if prefill is not None:
+            self._role = self._role if decode is None else "both"
+            self._incarnation = prefill.incarnation
+            prefill.on_inspect = self.answer
+        else:
+            self._incarnation = new_incarnation()
+            self._server = SessionServer(directory, self._incarnation, self._on_hello, lambda key: None)
+
+    def _on_hello(self, key: int, hello: Message) -> Answer:
+        if isinstance(hello, InspectHello):
+            return self.answer(hello)
+        return Answer(Refusal("message", type(hello).__name__, "InspectHello"), keep_open=False)
+
+    def answer(self, hello: InspectHello) -> Answer:
+        """The report, or a refusal of another protocol version. Session thread."""
+        return _refusal(hello) or Answer(fit(self.report()), keep_open=False)
+
+    def report(self) -> EngineReport:
+        """What the engine looks like now. Session thread."""
+        report = EngineReport(
+            role=self._role,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started,
+            off_reason=self._off_reason,
+            block_size=self._block_size,
+            num_blocks=len(self._block_pool.blocks),
+            free_blocks=self._block_pool.get_num_free_blocks(),
+        )
+        if self._prefill is not None:
+            report = _with_leases(report, self._prefill)
+        if self._decode is not None:
+            report = _with_peers(report, self._decode)
+        return report
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+
+def _with_leases(report: EngineReport, prefill: PrefillHalf) -> EngineReport:
+    num_leases, views = prefill.book.view(MAX_LEASE_ROWS)
+    # Decodes come and go on this very thread.
+    decodes = prefill.decodes()
+    return msgspec.structs.replace(
+        report,
+        lent_blocks=prefill.num_lent_blocks,
+        num_leases=num_leases,
+        leases=[_lease_row(view, decodes) for view in views],
+        num_decodes=len(decodes),
+        decodes=[DecodeRow(pid, engine_id) for pid, engine_id in list(decodes.values())[:MAX_DECODE_ROWS]],
+    )
+
+
+def _lease_row(view: LeaseView, decodes: Decodes) -> LeaseRow:
+    holders = []
+    for ledger_id, claims, releases in view.holders[:MAX_HOLDER_ROWS]:
+        pid, engine_id = decodes.get(ledger_id, (0, ""))
+        holders.append(HolderRow(pid, engine_id, max(0, claims - releases)))
+    return LeaseRow(
+        ticket=f"{view.slot:08x}-{view.generation:08x}",
+        state=view.state,
+        age_seconds=max(0.0, view.age_seconds),
+        num_tokens=view.num_tokens,
+        num_blocks=view.num_blocks,
+        references=1 + view.claims - view.releases,
+        claims=view.claims,
+        releases=view.releases,
+        holders=holders,
+    )
+
+
+def _with_peers(report: EngineReport, decode: DecodeHalf) -> EngineReport:
+    numbers = decode.snapshot()
+    report = msgspec.structs.replace(
+        report,
+        borrowed_blocks=numbers["borrowed_blocks"],
+        loans=numbers["loans"],
+        handoffs=numbers["handoffs"],
+    )
+    if decode.peers is None:
+        return report
+    peers = list(decode.peers)
+    base, num_blocks, num_free = decode.peers.window
+    return msgspec.structs.replace(
+        report,
+        window=WindowRow(base, num_blocks, num_free),
+        num_peers=len(peers),
+        peers=[_peer_row(peer) for peer in peers[:MAX_PEER_ROWS]],
+    )
+
+
+def _peer_row(peer: Peer) -> PeerRow:
+    state, session = peer.state, peer.session
+    return PeerRow(
+        engine_id=peer.engine_id,
+        incarnation=peer.incarnation,
+        pid=session.peer_pid if session is not None else 0,
+        state=state.value,
+        reason=peer.reason[:1024],
+        base=peer.base,
+        num_blocks=peer.num_blocks,
+        loans=max(0, peer.num_loans),
+        # The session of a failed peer is closed, which says nothing about the peer.
+        is_gone=state is not PeerState.FAILED and session is not None and session.looks_gone(),
+    )
+
+
+def fit(report: EngineReport) -> EngineReport:
+    """The report with as many rows as a frame takes; its totals stay what they are."""
+    while len(protocol.encode(report)) > MAX_FRAME_BYTES:
+        rows: dict[str, list[object]] = {name: getattr(report, name) for name in ("leases", "peers", "decodes")}
+        longest = max(rows, key=lambda name: len(msgspec.msgpack.encode(rows[name])))
+        shorter = rows[longest][: len(rows[longest]) // 2]
+        report = msgspec.structs.replace(report, **{longest: shorter})
+    return report
+
+
+def answer_for_worker(hello: InspectHello, engine_id: str, rank: int, memory: WorkerMemory) -> Answer:
+    """A worker's report, or a refusal of another protocol version. Session thread."""
+    layout = memory.layout
+    mapped = [
+        MappedRow(base, pool.num_blocks, pool.num_blocks * pool.bytes_per_block) for base, pool in memory.mapped_peers()
+    ]
+    report = WorkerReport(
+        engine_id=engine_id[:256],
+        rank=rank,
+        pid=os.getpid(),
+        parent_pid=os.getppid(),
+        pool_bytes=layout.pool_bytes,
+        num_blocks=layout.num_blocks,
+        bytes_per_block=layout.bytes_per_block,
+        pages=memory.page_summary,
+        mapped=mapped[:MAX_PEER_ROWS],
+    )
+    return _refusal(hello) or Answer(report, keep_open=False)
+
+
+def _refusal(hello: InspectHello) -> Answer | None:
+    if hello.protocol == PROTOCOL_VERSION:
+        return None
+    return Answer(Refusal("protocol", str(hello.protocol), str(PROTOCOL_VERSION)), keep_open=False)
