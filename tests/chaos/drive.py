@@ -214,6 +214,8 @@ class Drive:
                 self._on_strike(member, message["fault"])
             case "wrong":
                 self.tally.add("wrong_bytes", f"{member.name}: {message['what']}")
+            case "reset":
+                self.tally.resets["done" if message["done"] else "refused by vLLM"] += 1
             case "crash":
                 self.tally.add("hangs", f"{member.name} crashed:\n{message['trace']}")
 

@@ -153,7 +153,14 @@ class EngineProcess:
         self._points.arm([])
 
     def _do_reset(self, message: Message) -> None:
-        self._engine.scheduler.reset_prefix_cache(reset_running_requests=message["running"])
+        """What vLLM's engine core does for ``/reset_prefix_cache``; it passes a failure on to the caller."""
+        try:
+            done = self._engine.scheduler.reset_prefix_cache(reset_running_requests=message["running"])
+        except RuntimeError as error:
+            if "Failed to reset KV cache" not in str(error):
+                raise
+            done = False
+        self._tell(type="reset", done=done)
 
     def _do_churn(self, message: Message) -> None:
         self._churn()

@@ -20,12 +20,12 @@ _CLEAN = {"used_blocks": 0, "book": 0, "requests": [], "known": []}
 
 
 class Costs(NamedTuple):
-    """What one open session costs each side, measured once with a fresh pair: descriptors and threads."""
+    """Descriptors and threads of an engine, measured once with fresh ones: of an idle one, by the first letter of its name,
+    and of one open session more on prefill's side (``P``) and on decode's (``D``).
+    """
 
-    prefill_fds: int
-    prefill_threads: int
-    decode_fds: int
-    decode_threads: int
+    idle: dict[str, tuple[int, int]]
+    session: dict[str, tuple[int, int]]
 
 
 class Settle:
@@ -143,13 +143,11 @@ class Settle:
     def _count_problems(self, member: Member, costs: Costs) -> list[str]:
         """Descriptors and threads: the engine's own number at start, and a fixed one per open session."""
         mine = self.prints[member.name]
-        assert member.baseline is not None
         sessions, peers = len(mine.inodes(LEDGER, writable=False)), len(mine.inodes(LEDGER, writable=True))
-        fds = member.baseline.fds + sessions * costs.prefill_fds + peers * costs.decode_fds
+        (fds, threads), lender, borrower = costs.idle[member.name[0]], costs.session["P"], costs.session["D"]
+        fds += sessions * lender[0] + peers * borrower[0]
         # An upper bound: a thread that starts with the first session may serve all of them, and stay.
-        threads = (
-            member.baseline.threads + max(1, sessions) * costs.prefill_threads + max(1, peers) * costs.decode_threads
-        )
+        threads += max(1, sessions) * lender[1] + max(1, peers) * borrower[1]
         problems = []
         if mine.fds != fds:
             problems.append(f"{member.name}: {mine.fds} descriptors, expected {fds} ({sessions} + {peers} sessions)")
@@ -177,15 +175,17 @@ class Settle:
 
 
 def measure_costs(drive: Drive) -> Costs:
-    """With one fresh prefill and one fresh decode after one hand-off; the drive has just run it."""
+    """With fresh engines that were started one by one, after one hand-off from P0 to D0 that the drive has just run."""
     settle = Settle(drive, None)
     if not settle.run():
         raise RuntimeError(f"a plain hand-off does not settle: {drive.tally.problems}")
-    sides = {}
+    idle, session = {}, {}
     for member in drive.fleet.alive:
         assert member.baseline is not None
-        now = settle.prints[member.name]
-        if not now.inodes(LEDGER):
-            raise RuntimeError(f"{member.name} has no session after a hand-off")
-        sides[member.is_prefill] = now.fds - member.baseline.fds, now.threads - member.baseline.threads
-    return Costs(*sides[True], *sides[False])
+        kind, now = member.name[0], settle.prints[member.name]
+        idle[kind] = member.baseline.fds, member.baseline.threads
+        if now.inodes(LEDGER):
+            session[kind] = now.fds - member.baseline.fds, now.threads - member.baseline.threads
+    if set(session) != {"P", "D"}:
+        raise RuntimeError(f"sessions after a hand-off: {session}")
+    return Costs(idle, session)

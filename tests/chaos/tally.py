@@ -18,6 +18,8 @@ class Tally:
         """Strikes per named point."""
         self.ways: Counter[str] = Counter()
         """What became of the requests on decodes."""
+        self.resets: Counter[str] = Counter()
+        """vLLM refuses to reset a prefix cache while blocks are in use, and on a prefill leases use them."""
         self.lease_ends: Counter[str] = Counter()
 
     def add(self, kind: Kind, text: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Rig, processes_named, prompt_of
+from vllm_mc2.channel import peer_credentials
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -96,4 +98,12 @@ def test_an_idle_prefill_does_not_step_while_decode_runs(rig: Rig) -> None:
 def test_only_sockets_of_live_processes_in_a_private_directory(rig: Rig) -> None:
     info = os.stat(rig.socket_dir)
     assert info.st_mode & 0o777 == 0o700
-    assert len(list(rig.socket_dir.iterdir())) == 2  # prefill's scheduler and its one worker
+    engines = (rig.prefill, rig.decode, rig.small_decode)
+    ours = {process.pid for server in engines for process in server.processes()}
+    listeners = []
+    for path in rig.socket_dir.iterdir():
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            listeners.append(peer_credentials(sock)[0])
+    assert len(listeners) == len(set(listeners)) >= 4  # one of each process that owns something
+    assert set(listeners) <= ours

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.reports import LEASE, PEER, engine_report, worker_report
 from vllm_mc2 import protocol
 from vllm_mc2.digest import PromptExtras, prompt_digest
 from vllm_mc2.errors import ProtocolError, TicketError
+from vllm_mc2.inspection import DecodeRow, MappedRow, WindowRow
 from vllm_mc2.layout import PoolLayout, Region
 from vllm_mc2.protocol import Ticket, parse_ticket, ticket_params
 
@@ -19,6 +21,9 @@ MESSAGES: list[protocol.Message] = [
     protocol.PoolGrant(POOL),
     protocol.RetirePool("d" * 32, 64),
     protocol.Done(),
+    protocol.InspectHello(1),
+    engine_report(leases=[LEASE], peers=[PEER], window=WindowRow(64, 640, 576), decodes=[DecodeRow(7, "d")]),
+    worker_report(mapped=[MappedRow(128, 64, 1 << 20)]),
     protocol.Refusal("dtype", "a", "b"),
 ]
 

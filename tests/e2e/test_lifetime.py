@@ -1,0 +1,150 @@
+"""Real servers are killed: prefill in the middle of a decode, a decode's worker, and prefill again by SIGTERM."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.pair import Server, free_ports, kv_transfer_config, vllm_server
+from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
+from tests.e2e.test_in_place import pool_mappings, worker_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = prompt_of(600, seed=71)
+OTHER = prompt_of(700, seed=72)
+LONG = 400
+"""Tokens: a decode of a few seconds, so that something can happen in the middle of it."""
+
+
+def wait_until(what: Callable[[], object], timeout_seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while not what():
+        assert time.monotonic() < deadline, "watchdog"
+        time.sleep(0.05)
+
+
+def with_engine_id(config: str, engine_id: str) -> str:
+    return json.dumps({**json.loads(config), "engine_id": engine_id})
+
+
+class Mortals:
+    """A prefill and a decode that tests may kill; the prefill comes back on the same port with the same engine id."""
+
+    def __init__(self, rig: Rig, model: Path) -> None:
+        self._rig = rig
+        self._model = model
+        self._port = free_ports(1)[0]
+        self.prefill = self._start_prefill("mortal-prefill")
+        extra = {"socket_dir": str(rig.socket_dir), "report_in_response": True}
+        self.decode = vllm_server(
+            "mortal-decode", model, kv_config=kv_transfer_config("kv_consumer", extra=extra), log_dir=LOG_DIR
+        )
+
+    def _start_prefill(self, name: str) -> Server:
+        config = kv_transfer_config("kv_producer", extra={"socket_dir": str(self._rig.socket_dir)})
+        return vllm_server(
+            name, self._model, port=self._port, kv_config=with_engine_id(config, "phoenix"), log_dir=LOG_DIR
+        )
+
+    def restart_prefill(self) -> None:
+        self.prefill.close()
+        self.prefill = self._start_prefill("phoenix-prefill")
+        self.prefill.wait_ready()
+
+    def ticket(self, prompt: list[int]) -> dict[str, Any]:
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = self._rig.complete(self.prefill.url, prompt, 1, kv_transfer_params=params)
+        assert answer.params is not None
+        return answer.params
+
+
+@pytest.fixture(scope="module")
+def mortals(rig: Rig, tiny_model: Path) -> Iterator[Mortals]:
+    mortals = Mortals(rig, tiny_model)
+    try:
+        for server in (mortals.prefill, mortals.decode):
+            server.wait_ready()
+        yield mortals
+    finally:
+        mortals.decode.close()
+        mortals.prefill.close()
+
+
+def stream(
+    rig: Rig, url: str, prompt: list[int], ticket: dict[str, Any], at: dict[int, Callable[[], None]]
+) -> list[int]:
+    """Decode ``LONG`` tokens and call ``at[n]`` after the n-th chunk."""
+    body = {
+        "model": rig.model, "prompt": prompt, "max_tokens": LONG, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True, "kv_transfer_params": ticket,
+    }  # fmt: skip
+    tokens: list[int] = []
+    with rig.client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        for number, line in enumerate(lines):
+            tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"] or []
+            if number in at:
+                at[number]()
+    return tokens
+
+
+def test_decode_outlives_its_prefill_and_meets_its_successor(rig: Rig, mortals: Mortals) -> None:
+    rig.complete(rig.decode.url, OTHER, kv_transfer_params=mortals.ticket(OTHER))
+    (inode,) = {inode for inode, _ in pool_mappings(worker_of(mortals.prefill).pid)}
+    worker = worker_of(rig.decode)
+    unclaimed = mortals.ticket(OTHER)
+    attached = rig.metric(rig.decode, "vllm:mc2_handoffs_total", way="attach")
+
+    tokens = stream(rig, rig.decode.url, PROMPT, mortals.ticket(PROMPT), {20: mortals.prefill.kill})
+    assert tokens == rig.expected(PROMPT, LONG).tokens
+    assert rig.metric(rig.decode, "vllm:mc2_handoffs_total", way="attach") == attached + 1
+
+    # Nobody asks decode for anything, and still it gives the dead prefill's memory back.
+    wait_until(lambda: inode not in {found for found, _ in pool_mappings(worker.pid)})
+
+    orphan = rig.complete(rig.decode.url, OTHER, kv_transfer_params=unclaimed)
+    assert orphan.report["way"] == "recompute"
+    assert orphan.report["reason"] in {"peer_gone", "peer_unreachable"}
+    assert orphan.tokens == rig.expected(OTHER).tokens
+
+    mortals.restart_prefill()
+    old = rig.complete(rig.decode.url, OTHER, kv_transfer_params=unclaimed)
+    assert old.report["way"] == "recompute"
+    new = rig.complete(rig.decode.url, PROMPT, kv_transfer_params=mortals.ticket(PROMPT))
+    assert new.report["way"] == "attach"
+    assert new.tokens == rig.expected(PROMPT).tokens
+    rig.assert_clean()
+
+
+def test_prefill_gets_its_blocks_back_when_a_decodes_worker_is_killed(rig: Rig, mortals: Mortals) -> None:
+    """vLLM ends an engine whose worker has died; prefill hears of it from the kernel."""
+    ticket = rig.ticket(PROMPT)
+    before = rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="peer_gone")
+
+    def kill_worker() -> None:
+        worker = worker_of(mortals.decode)
+        os.kill(worker.pid, signal.SIGKILL)
+
+    tokens: list[int] = []
+    try:
+        tokens = stream(rig, mortals.decode.url, PROMPT, ticket, {20: kill_worker})
+    except Exception:
+        pass  # the server dies under the client, in one way or another
+    assert len(tokens) < LONG
+    wait_until(
+        lambda: rig.tick() or rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="peer_gone") == before + 1
+    )
+    rig.assert_clean()
+
+
+def test_prefill_is_told_to_stop_while_decode_runs(rig: Rig, mortals: Mortals) -> None:
+    tokens = stream(rig, rig.decode.url, OTHER, mortals.ticket(OTHER), {20: mortals.prefill.request_stop})
+    assert tokens == rig.expected(OTHER, LONG).tokens
+    mortals.prefill.close()
+    rig.assert_clean()
