@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 
-from tests.chaos.runner import Runner
+from tests.chaos.zygote import use_package
 
 
 def main() -> int:
@@ -30,6 +30,10 @@ def main() -> int:
 
     def log(text: str) -> None:
         print(text, flush=True)
+
+    if options.package is not None:
+        use_package(options.package)
+    from tests.chaos.runner import Runner  # imports vllm_mc2
 
     with Runner(seed, package=options.package, log=log, verbose=options.verbose) as runner:
         try:

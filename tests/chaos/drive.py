@@ -211,7 +211,7 @@ class Drive:
             case "finished":
                 self._on_finished(member, message)
             case "strike":
-                self._on_strike(member, message["fault"])
+                self._on_strike(member, message["fault"], message["point"])
             case "wrong":
                 self.tally.add("wrong_bytes", f"{member.name}: {message['what']}")
             case "reset":
@@ -245,16 +245,16 @@ class Drive:
 
     # --- faults ---
 
-    def _on_strike(self, member: Member, fault_id: int) -> None:
+    def _on_strike(self, member: Member, fault_id: int, point: str) -> None:
         """A point was reached; the engine strikes itself, the rest is ours."""
+        self.tally.points[point] += 1
         fault = self._faults.get(fault_id)
         if fault is None:
             member.may_end = True
             self.tally.faults["kill at start"] += 1
-            self.log(f"    {member.name} killed while starting")
+            self.log(f"    {member.name} killed while starting, at {point}")
             return
         self.log(f"    struck: {fault.describe()}")
-        self.tally.points[fault.point] += 1
         self.tally.faults[f"{fault.strike.action} at a point"] += 1
         self._follow(member, fault)
         if fault.then is not None:

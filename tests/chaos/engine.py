@@ -43,7 +43,9 @@ class EngineProcess:
         self._closing = False
         self._churns = False
         self._record_sockets()
-        self._points = points.Points(lambda fault: self._tell(type="strike", fault=fault), self._leave_sleeper)
+        self._points = points.Points(
+            lambda fault: self._tell(type="strike", fault=fault.id, point=fault.point), self._leave_sleeper
+        )
         self._points.install()
         self._points.arm([points.Armed(**fault) for fault in spec["armed"]])
         self._pages = PageWatch(lambda **problem: self._tell(type="wrong", **problem))

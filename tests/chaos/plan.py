@@ -144,7 +144,7 @@ def _job(rng: random.Random, number: int, index: int, prefills: list[str], decod
 
 def _send(rng: random.Random, decodes: list[str]) -> Send:
     kind: SendKind = rng.choices(
-        ("same", "longer", "other", "damaged", "plain", "gone"), weights=(12, 2, 1, 1, 1, 1), k=1
+        ("same", "longer", "other", "damaged", "plain", "gone"), weights=(12, 2, 1, 1, 3, 1), k=1
     )[0]  # type: ignore[assignment]
     delay = rng.choice((0, 0, 0, rng.randint(1, 60), rng.randint(60, 300)))
     return Send(rng.choice(decodes), delay, kind, rng.choice((1, 3, 10, 30, 60)))

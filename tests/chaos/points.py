@@ -80,8 +80,8 @@ class Armed(NamedTuple):
 class Points:
     """The points of this process; :meth:`install` once, :meth:`arm` per round."""
 
-    def __init__(self, announce: Callable[[int], None], leave_sleeper: Callable[[], None]) -> None:
-        """``announce(id)`` tells the controller right before a fault strikes."""
+    def __init__(self, announce: Callable[[Armed], None], leave_sleeper: Callable[[], None]) -> None:
+        """``announce(fault)`` tells the controller right before a fault strikes."""
         self._leave_sleeper = leave_sleeper
         self._announce = announce
         self._armed: dict[str, list[Armed]] = {}
@@ -123,7 +123,7 @@ class Points:
             if fault.nth == call and fault.before == before:
                 if fault.sleeper:
                     self._leave_sleeper()
-                self._announce(fault.id)
+                self._announce(fault)
                 if fault.action == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                     time.sleep(60)  # never get further than the point

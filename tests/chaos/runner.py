@@ -118,12 +118,10 @@ class Runner:
         rate = tally.rounds / self.seconds if self.seconds else 0.0
         started = f"{self._fleet.num_started} engines started"
         lines = [f"{tally.rounds} rounds in {self.seconds:.0f} s ({rate:.2f} a second), {started}"]
-        for title, counter in (
-            ("faults", tally.faults),
-            ("requests", tally.ways),
-            ("leases", tally.lease_ends),
-            ("resets", tally.resets),
-        ):
+        counters = {
+            "faults": tally.faults, "requests": tally.ways, "leases": tally.lease_ends, "prefix cache resets": tally.resets,
+        }  # fmt: skip
+        for title, counter in counters.items():
             lines.append(f"{title}: " + (", ".join(f"{name}: {n}" for name, n in counter.most_common()) or "none"))
         lines.append(f"points: {len(tally.points)} struck; never: "
                      + (", ".join(_short(p) for p in sorted(set(ALL_POINTS) - set(tally.points))) or "none"))  # fmt: skip

@@ -209,7 +209,7 @@ def test_d06_nothing_to_transfer(pair: Pair) -> None:
         assert_clean(producer, consumer)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("MC2_SEEDS", "24"))))
 def test_d07_any_order_of_events(make_engine: MakeEngine, seed: int) -> None:
     """250 random events a seed: no exception, no request without an end, nothing left."""
     dice = random.Random(seed)

@@ -214,7 +214,7 @@ def test_watch_goes_on_until_ctrl_c(serve: Serve, directory: Path) -> None:
     lines = iter(child.stdout.readline, "")
     assert "no engine answers" in next(line for line in lines if "engine" in line)
     serve("1", engine_report())
-    assert [line for _, line in zip(range(2), (line for line in lines if "prefill-1" in line), strict=True)]
+    assert [next(line for line in lines if "prefill-1" in line) for _ in range(2)]
     child.send_signal(signal.SIGINT)
     rest, _ = child.communicate(timeout=30)
     assert child.returncode == 0 and "\x1b" not in rest

@@ -56,9 +56,9 @@ prefill prefill-1  pid 4100, up 3m07s
 
 decode decode-1  pid 4200, up 2h05m
   pool      64 blocks of 16 tokens: 63 free
-  worker 0  pid 4201, pool 6.0 MiB, 96.0 KiB a block, private; maps 1 pools, 6.0 MiB
+  worker 0  pid 4201, pool 6.0 MiB, 96.0 KiB a block, private; maps 1 pool, 6.0 MiB
   window    8192 blocks from 1024: 8128 free
-  borrowed  112 blocks under 1 loans, for 1 requests with a ticket
+  borrowed  112 blocks under 1 loan, 1 request with a ticket
   peers     2
     PEER               PID  STATE                BASE  BLOCKS  LOANS  ENGINE
     aaaaaaaaaaaaaaaa  4100  ready                1024      64      1  prefill-1

@@ -36,6 +36,8 @@ def run(socket_dir: str | None, *, as_json: bool, watch_seconds: float | None, n
         if watch_seconds is not None:
             return _watch(directory, watch_seconds, num_rows)
         findings = look(directory)
+    except BrokenPipeError:
+        raise  # our own output; the command's entry knows what to do
     except (ConfigError, OSError) as error:
         print(f"vllm-mc2 inspect: {error}", file=sys.stderr)
         return UNUSABLE

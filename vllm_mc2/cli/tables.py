@@ -74,7 +74,7 @@ def _worker(worker: WorkerReport) -> str:
     text = f"worker {worker.rank:<2} pid {worker.pid}, pool {_bytes(worker.pool_bytes)}, "
     text += f"{_bytes(worker.bytes_per_block)} a block, {worker.pages}"
     if worker.mapped:
-        text += f"; maps {len(worker.mapped)} pools, {_bytes(sum(each.num_bytes for each in worker.mapped))}"
+        text += f"; maps {_count(len(worker.mapped), 'pool')}, {_bytes(sum(each.num_bytes for each in worker.mapped))}"
     return text
 
 
@@ -106,8 +106,8 @@ def _peers(engine: EngineReport) -> list[str]:
         window = engine.window
         lines.append(f"  window    {window.num_blocks} blocks from {window.base}: {window.free_blocks} free")
     lines.append(
-        f"  borrowed  {engine.borrowed_blocks} blocks under {engine.loans} loans, "
-        f"for {engine.handoffs} requests with a ticket"
+        f"  borrowed  {_count(engine.borrowed_blocks, 'block')} under {_count(engine.loans, 'loan')}, "
+        f"{_count(engine.handoffs, 'request')} with a ticket"
     )
     lines.append(f"  peers     {engine.num_peers}")
     if engine.peers:
@@ -148,6 +148,10 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days}d{hours:02}h"
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _bytes(count: int) -> str:
