@@ -62,3 +62,6 @@ def test_it_installs_and_works_without_vllm_and_torch(wheel: Path, tmp_path: Pat
     )
     result = subprocess.run([python, "-c", USE], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert result.stdout.strip() == wheel.name.split("-")[1]
+    command = [str(tmp_path / "v" / "bin" / "vllm-mc2"), "inspect", "--socket-dir", str(tmp_path / "none")]
+    inspected = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert inspected.returncode == 1 and "does not exist" in inspected.stderr
