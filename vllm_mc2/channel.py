@@ -84,7 +84,7 @@ def sweep_stale_sockets(directory: Path, patience_seconds: float = 0.0) -> int:
         How many were removed.
     """
     deadline = time.monotonic() + patience_seconds
-    removed = 0
+    removed = _sweep_unnamed(directory)
     paths = list(directory.glob("*.sock"))
     while paths:
         states = {path: _listener_state(path) for path in paths}
@@ -97,6 +97,17 @@ def sweep_stale_sockets(directory: Path, patience_seconds: float = 0.0) -> int:
             break
         if paths:
             time.sleep(0.02)
+    return removed
+
+
+def _sweep_unnamed(directory: Path) -> int:
+    """Sockets of processes that were killed between binding and naming them, a matter of microseconds: older ones are dead."""
+    removed = 0
+    for path in directory.glob("*.new"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > 1.0:
+                path.unlink()
+                removed += 1
     return removed
 
 

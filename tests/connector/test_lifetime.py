@@ -102,6 +102,25 @@ def test_the_last_loan_of_a_dead_prefill_takes_its_memory_along(pair: Pair) -> N
     assert_clean(consumer)
 
 
+def test_a_prefill_that_dies_while_its_last_loan_ends_is_watched_once(pair: Pair) -> None:
+    """Found by chaos: the loan ended after the death and before the watch had heard of it, and was watched a second time."""
+    producer, consumer = pair
+    consumer.add("r", PROMPT, prefill(producer, "r", PROMPT), max_tokens=30)
+    step_until_running(consumer, "r")
+    peers = consumer.connector._decode._peers  # type: ignore[union-attr]
+    with peers._deathwatch._lock:  # the watch cannot take note now
+        producer.close()
+        (peer,) = peers
+        wait_until(peer.is_gone)
+        thread = threading.Thread(target=consumer.abort, args=("r",))
+        thread.start()
+        time.sleep(0.05)
+    thread.join(timeout=30)
+    wait_until(lambda: mapped_peers(consumer) == 0)
+    consumer.run()
+    assert_clean(consumer)
+
+
 # --- the field cases ---
 
 

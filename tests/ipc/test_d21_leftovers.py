@@ -61,6 +61,13 @@ def test_d21_fifty_killed_prefills_leave_sockets_only(tmp_path: Path) -> None:
     name = new_incarnation()
     socket_path(directory, name).touch()
     assert sweep_stale_sockets(directory) == 1
+    # Killed between bind and rename: a name that nobody can connect to.
+    unnamed = directory / "0123456789abcdef.new"
+    unnamed.touch()
+    os.utime(unnamed, (1, 1))
+    (directory / "fedcba9876543210.new").touch()
+    assert sweep_stale_sockets(directory) == 1
+    assert not unnamed.exists()
     server = SessionServer(directory, name, lambda key, hello: Answer(PoolGrant(POOL)), lambda key: None)
     assert server.path.is_socket()
     server.close()

@@ -34,6 +34,8 @@ class DeathWatchThread:
         """Begin to watch. The thread starts with the first session, so that who has no peers has no thread."""
         with self._lock:
             for fd in session.descriptors():
+                if fd in self._keys:
+                    continue  # watched already, and still to be reported
                 self._keys[fd] = key
                 self._epoll.register(fd, select.EPOLLIN | select.EPOLLRDHUP)
             if self._thread is None:
