@@ -4,9 +4,11 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp')
-CHECKS := fmt lint types native unit connector e2e
+CHECKS := fmt lint types native unit connector chaos-short e2e
+ROUNDS ?= 1000
+SEED ?=
 
-.PHONY: setup demo test clean $(CHECKS)
+.PHONY: setup demo test chaos chaos-mutants clean $(CHECKS)
 
 # Takes no time when nothing it depends on has changed.
 setup:
@@ -49,6 +51,19 @@ unit:
 
 connector:
 	$(PYTEST) tests/connector
+
+# About twenty rounds of what `make chaos` does.
+chaos-short:
+	$(PYTEST) tests/chaos
+
+# Real engine processes under seeded kills, stops, aborts and restarts. A failing round is repeated alone with
+# .venv/bin/python -m tests.chaos --only ROUND --seed SEED
+chaos: setup
+	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
+
+# Proof that the harness finds bugs: copies of the package with one each.
+chaos-mutants: setup
+	@$(BIN)/python -m tests.chaos.mutants
 
 e2e:
 	$(PYTEST) tests/e2e

@@ -65,6 +65,8 @@ class Drive:
             return self._hang()
         for job_number, job in enumerate(self.plan.jobs):
             self.after(job.start_ms / 1000, lambda n=job_number, j=job: self._start_job(n, j))  # type: ignore[misc]
+        for number, (name, at_ms) in enumerate(self.plan.pokes):
+            self.after(at_ms / 1000, lambda n=number, m=name: self._poke(n, m))  # type: ignore[misc]
         for fault in self.plan.faults:
             if not fault.point:
                 self.after(fault.at_ms / 1000, lambda f=fault: self._strike(f.strike, "timed"))  # type: ignore[misc]
@@ -162,6 +164,9 @@ class Drive:
 
         self.add(member, request_id, prompt, _PREFILL_PARAMS, 1, "prefill leg", then=hand_over)
 
+    def _poke(self, number: int, name: str) -> None:
+        self.add(self.fleet.members[name], f"{self.plan.round}.poke{number}", [number + 7], None, 1, "tick")
+
     def _send(self, request_id: str, send: Send, prompt: list[int], params: Message | None) -> None:
         prompt = list(prompt)
         if send.kind == "longer":
@@ -228,7 +233,9 @@ class Drive:
         tokens, reason = message["tokens"], message["reason"]
         where = f"request {message['id']} ({request.kind}) on {member.name}"
         if tokens != expected[: len(tokens)]:
-            self.tally.add("wrong_bytes", f"{where}: {tokens}, expected {expected}, report {message['params']}")
+            first = next(i for i, (a, b) in enumerate(zip(tokens, [*expected, None], strict=False)) if a != b)
+            detail = f"token {first} of {len(tokens)} is wrong, prompt of {len(request.prompt)}"
+            self.tally.add("wrong_bytes", f"{where}: {detail}, report {message['params']}")
         elif reason == "length" and len(tokens) != len(expected):
             self.tally.add("wrong_bytes", f"{where}: ended after {len(tokens)} of {len(expected)} tokens")
         elif reason == "error":

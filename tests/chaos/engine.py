@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from vllm.config import KVTransferConfig
+
 from tests.chaos import points
 from tests.chaos.footprint import footprint
 from tests.chaos.pages import PageWatch
@@ -50,7 +52,8 @@ class EngineProcess:
         self._points.arm([points.Armed(**fault) for fault in spec["armed"]])
         self._pages = PageWatch(lambda **problem: self._tell(type="wrong", **problem))
         # The rig leaves the engine id to vLLM; a restarted server keeps its own.
-        rig.KVTransferConfig = functools.partial(rig.KVTransferConfig, engine_id=spec["engine_id"])  # type: ignore[misc]
+        with_engine_id = functools.partial(KVTransferConfig, engine_id=spec["engine_id"])
+        setattr(rig, "KVTransferConfig", with_engine_id)  # noqa: B010
         extra = {key: value for key, value in spec["extra"].items() if value is not None}
         self._engine = rig.RigEngine(
             model,
@@ -79,7 +82,7 @@ class EngineProcess:
             init(server, *args, **kwargs)
             self._sockets.append(server.path.name)
 
-        SessionServer.__init__ = wrapper  # type: ignore[method-assign]
+        SessionServer.__init__ = wrapper  # type: ignore[method-assign, assignment]
 
     def _tell(self, **message: Any) -> None:
         self._pipe.send(message)

@@ -44,6 +44,15 @@ def footprint(pid: int) -> Footprint | None:
     return None
 
 
+def open_files(pid: int) -> str:
+    """What the descriptors of a process are, by kind, for the report of a leak."""
+    kinds: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            kinds[re.sub(r"\d{2,}", "*", os.readlink(link))] += 1
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+
+
 def state_of(pid: int) -> str:
     """The process's state letter (proc(5)); ``X`` when there is none."""
     with contextlib.suppress(OSError, IndexError):

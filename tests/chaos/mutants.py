@@ -39,7 +39,7 @@ MUTANTS = {
         "            if borrowed.block.ref_cnt == BIAS:\n                self._let_go(borrowed)\n",
     ),
     "prefill does not pin what it lends": Mutant(
-        "connector/prefill.py", "        self._block_pool.touch(blocks)\n", ""
+        "connector/prefill.py", "        self._block_pool.touch(blocks)\n", "        blocks = []\n"
     ),
     "prefill keeps what a dead decode held": Mutant(
         "connector/prefill.py", "            self.book.drop_ledger(", "            id("
@@ -56,8 +56,8 @@ MUTANTS = {
     "death is told by the socket alone": Mutant(
         "channel.py", "            self._poll.register(self._pidfd, select.POLLIN)\n", "            pass\n"
     ),
-    "the session's descriptor leaks": Mutant(
-        "channel.py", '        """Close the socket; idempotent."""\n        self.sock.close()\n', "        pass\n"
+    "a pidfd leaks": Mutant(
+        "channel.py", "            os.close(self._pidfd)\n            self._pidfd = None\n", "            pass\n"
     ),
     "a tail is copied from another block": Mutant(
         "connector/decode.py", "handoff.loan.block_ids[handoff.num_full]))", "handoff.loan.block_ids[0]))"
@@ -92,12 +92,7 @@ def run_mutant(name: str, mutant: Mutant) -> bool:
         )
     lines = output.stdout.splitlines()
     found = next((line.strip() for line in lines if line.startswith(("  leaks", "  wrong", "  hangs"))), "")
-    last = lines[-1] if lines else ""
-    if not last.startswith("{"):
-        error = (output.stderr.splitlines() or [""])[-1]
-        print(f"found at the first hand-off: {name}: {error[:200]}", flush=True)
-        return "RuntimeError" in error
-    result = json.loads(last)
+    result = json.loads(lines[-1])
     is_found = any(result[key] for key in ("leaks", "wrong_bytes", "hangs"))
     print(f"{'found' if is_found else 'MISSED'} after {result['rounds']} rounds: {name}: {found[:200]}", flush=True)
     return is_found
@@ -106,7 +101,7 @@ def run_mutant(name: str, mutant: Mutant) -> bool:
 def main() -> int:
     """The exit code."""
     chosen = [name for name in MUTANTS if not sys.argv[1:] or any(word in name for word in sys.argv[1:])]
-    return 0 if all([run_mutant(name, MUTANTS[name]) for name in chosen]) else 1
+    return 0 if min([run_mutant(name, MUTANTS[name]) for name in chosen]) else 1
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class PageWatch:
             self._num_ended += len(ended)
             return ended
 
-        LeaseBook.sweep = wrapper  # type: ignore[method-assign]
+        LeaseBook.sweep = wrapper  # type: ignore[method-assign, assignment]
 
     def take_ended(self) -> int:
         """Leases that ended since the last call."""

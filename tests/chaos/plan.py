@@ -87,6 +87,8 @@ class Plan(msgspec.Struct, frozen=True):
     round: int
     members: dict[str, MemberSpec]
     jobs: tuple[Job, ...]
+    pokes: tuple[tuple[str, int], ...]
+    """``(prefill, moment)``: other traffic, in whose steps prefill notices that leases have ended and uses the blocks again."""
     faults: tuple[Fault, ...]
     offer_seconds: float
     churns: bool
@@ -113,6 +115,7 @@ def make_plan(seed: int, number: int) -> Plan:
         round=number,
         members=members,
         jobs=jobs,
+        pokes=tuple((rng.choice(prefills), rng.randint(0, 250)) for _ in range(rng.choice((0, 5, 15)))),
         faults=faults,
         offer_seconds=rng.choice((0.03, 0.1, 0.3, 0.3, 0.6)),
         churns=rng.random() < 0.7,
@@ -139,13 +142,17 @@ def _job(rng: random.Random, number: int, index: int, prefills: list[str], decod
     length = rng.choice((1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 7, 4 * BLOCK, rng.randint(2, 150)))
     suffix = rng.choice((0, 0, 3, BLOCK, rng.randint(1, 60)))
     sends = [_send(rng, decodes) for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2, 3)))]
+    if rng.random() < 0.25:
+        # A guest: finds the blocks of a request with a ticket in decode's prefix cache, and reads them longer than that.
+        length, suffix, decode = rng.randint(2 * BLOCK, 6 * BLOCK), 0, rng.choice(decodes)
+        sends = [Send(decode, 0, "same", rng.choice((1, 3, 10))), Send(decode, rng.choice((0, 2)), "plain", 120)]
     return Job(rng.choice(prefills), rng.choice((0, 0, rng.randint(0, 80))), family, length, suffix, tuple(sends))
 
 
 def _send(rng: random.Random, decodes: list[str]) -> Send:
     kind: SendKind = rng.choices(
         ("same", "longer", "other", "damaged", "plain", "gone"), weights=(12, 2, 1, 1, 3, 1), k=1
-    )[0]  # type: ignore[assignment]
+    )[0]
     delay = rng.choice((0, 0, 0, rng.randint(1, 60), rng.randint(60, 300)))
     return Send(rng.choice(decodes), delay, kind, rng.choice((1, 3, 10, 30, 60)))
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from tests.chaos.drive import Drive
 from tests.chaos.fleet import Fleet
+from tests.chaos.footprint import footprint
 from tests.chaos.plan import Job, MemberSpec, Plan, Send, make_plan
 from tests.chaos.points import ALL_POINTS
-from tests.chaos.settle import Costs, Settle, measure_costs
-from tests.chaos.tally import Tally
+from tests.chaos.settle import Costs, Settle
+from tests.chaos.tally import Kind, Tally
 
 _PLAIN = MemberSpec(64, "recompute", 512, 10.0, None, True)
 CALIBRATION = Plan(
     round=-1,
     members={"P0": _PLAIN, "D0": _PLAIN, "B0": _PLAIN},
     jobs=(Job("P0", 0, 1, 40, 0, (Send("D0", 0, "same", 3),)),),
+    pokes=(),
     faults=(),
     offer_seconds=5.0,
     churns=False,
@@ -53,9 +55,12 @@ class Runner:
 
     def run(self, rounds: Iterable[int], max_failures: int) -> None:
         """Run the rounds; stops after ``max_failures`` that failed."""
-        self._calibrate()
         started = time.monotonic()
         num_failed = 0
+        if not self._calibrate():
+            self._log("not even a plain hand-off is in order:")
+            self._log_problems(self.tally.problems)
+            return
         for number in rounds:
             if not self._run_round(make_plan(self.tally.seed, number)):
                 num_failed += 1
@@ -64,17 +69,26 @@ class Runner:
                     break
         self.seconds = time.monotonic() - started
 
-    def _calibrate(self) -> None:
-        drive = Drive(self._fleet, CALIBRATION, Tally(0), lambda text: None)
-        # One by one: an engine that starts knocks at the sockets of all others, which costs them a descriptor for a moment.
+    def _calibrate(self) -> bool:
+        """Measure what engines and sessions cost; False when not even one plain hand-off is in order."""
+        # One by one: an engine that starts knocks at all sockets, its own too, which costs a descriptor for a moment.
+        idle = {}
         for name, spec in CALIBRATION.members.items():
             member = self._fleet.start(name, spec)
             while member.baseline is None and member.alive:
                 self._fleet.pump(1.0)
-        if not drive.run() or drive.tally.ways != {"attach": 1}:
-            raise RuntimeError(f"a plain hand-off fails: {dict(drive.tally.ways)} {drive.tally.problems}")
-        self._costs = measure_costs(drive)
+            time.sleep(0.2)
+            found = footprint(member.pid)
+            if found is not None:
+                idle[name[0]] = found.fds, found.threads
+        drive = Drive(self._fleet, CALIBRATION, self.tally, self._log)
+        settle = Settle(drive, None)
+        if not (drive.run() and settle.run()) or self.tally.problems:
+            return False
+        self._costs = settle.costs_now(idle)
+        self._log(f"descriptors and threads: {self._costs.idle} of idle engines, {self._costs.session} per session")
         self._fleet.kill_all()
+        return True
 
     def _run_round(self, plan: Plan) -> bool:
         tally, before = self.tally, len(self.tally.problems)
@@ -99,12 +113,15 @@ class Runner:
                   f"--seed {tally.seed} --only {plan.round}")  # fmt: skip
         for line in lines:
             self._log(line)
-        for _, kind, text in found:
-            self._log(f"  {kind}: {text}")
+        self._log_problems(found)
         for member in self._fleet.members.values():
             self._log(f"  {member.name} {'alive' if member.alive else 'dead'}, pid {member.pid}, log {member.log}")
         self._fleet.kill_all()  # what has leaked must not be found again by the next round
         return False
+
+    def _log_problems(self, problems: list[tuple[int, Kind, str]]) -> None:
+        for _, kind, text in problems:
+            self._log(f"  {kind}: {text}")
 
     def _take_stats(self, settle: Settle) -> None:
         for report in settle.reports.values():

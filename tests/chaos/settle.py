@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.chaos.drive import Drive
 from tests.chaos.fleet import Fleet, Member
-from tests.chaos.footprint import INDEX, LEDGER, POOL, Footprint, footprint
+from tests.chaos.footprint import INDEX, LEDGER, POOL, Footprint, footprint, open_files
 from tests.chaos.wire import Message
 from vllm_mc2.channel import sweep_stale_sockets
 
@@ -150,10 +150,23 @@ class Settle:
         threads += max(1, sessions) * lender[1] + max(1, peers) * borrower[1]
         problems = []
         if mine.fds != fds:
-            problems.append(f"{member.name}: {mine.fds} descriptors, expected {fds} ({sessions} + {peers} sessions)")
+            problems.append(
+                f"{member.name}: {mine.fds} descriptors, expected {fds} ({sessions} + {peers} sessions): {open_files(member.pid)}"
+            )
         if mine.threads > threads:
             problems.append(f"{member.name}: {mine.threads} threads, expected at most {threads}")
         return problems
+
+    def costs_now(self, idle: dict[str, tuple[int, int]]) -> Costs:
+        """With fresh engines after one hand-off from P0 to D0 that has settled."""
+        session = {}
+        for member in self._fleet.alive:
+            kind, now = member.name[0], self.prints[member.name]
+            if now.inodes(LEDGER):
+                session[kind] = now.fds - idle[kind][0], now.threads - idle[kind][1]
+        if set(session) != {"P", "D"}:
+            raise RuntimeError(f"sessions after a hand-off: {session}")
+        return Costs(idle, session)
 
     def _leftovers(self) -> list[str]:
         """Processes and socket files. Only now: the forked children of dead engines have kept their sockets until here."""
@@ -172,20 +185,3 @@ class Settle:
         if expected - found:
             problems.append(f"sockets of live engines are gone: {sorted(expected - found)}")
         return problems
-
-
-def measure_costs(drive: Drive) -> Costs:
-    """With fresh engines that were started one by one, after one hand-off from P0 to D0 that the drive has just run."""
-    settle = Settle(drive, None)
-    if not settle.run():
-        raise RuntimeError(f"a plain hand-off does not settle: {drive.tally.problems}")
-    idle, session = {}, {}
-    for member in drive.fleet.alive:
-        assert member.baseline is not None
-        kind, now = member.name[0], settle.prints[member.name]
-        idle[kind] = member.baseline.fds, member.baseline.threads
-        if now.inodes(LEDGER):
-            session[kind] = now.fds - member.baseline.fds, now.threads - member.baseline.threads
-    if set(session) != {"P", "D"}:
-        raise RuntimeError(f"sessions after a hand-off: {session}")
-    return Costs(idle, session)
