@@ -8,7 +8,7 @@ CHECKS := fmt lint types native unit connector chaos-short e2e
 ROUNDS ?= 1000
 SEED ?=
 
-.PHONY: setup demo test chaos chaos-mutants clean $(CHECKS)
+.PHONY: setup demo test chaos chaos-mutants bench-native clean $(CHECKS)
 
 # Takes no time when nothing it depends on has changed.
 setup:
@@ -72,3 +72,10 @@ e2e:
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# What a claim, a release, a publication cost in the C++ core.
+bench-native: export PATH := $(CURDIR)/$(BIN):$(PATH)
+bench-native: setup
+	@mkdir -p build/logs
+	@cmake --preset tests > build/logs/cmake-tests.log && cmake --build --preset tests
+	@build/tests/csrc/tests/native_bench

@@ -42,9 +42,11 @@ class Mortals:
         self._port = free_ports(1)[0]
         self.prefill = self._start_prefill("mortal-prefill")
         extra = {"socket_dir": str(rig.socket_dir), "report_in_response": True}
-        self.decode = vllm_server(
-            "mortal-decode", model, kv_config=kv_transfer_config("kv_consumer", extra=extra), log_dir=LOG_DIR
-        )
+        self._decode_config = kv_transfer_config("kv_consumer", extra=extra)
+        self.decode = self._start_decode("mortal-decode")
+
+    def _start_decode(self, name: str, *arguments: str) -> Server:
+        return vllm_server(name, self._model, kv_config=self._decode_config, arguments=arguments, log_dir=LOG_DIR)
 
     def _start_prefill(self, name: str) -> Server:
         config = kv_transfer_config("kv_producer", extra={"socket_dir": str(self._rig.socket_dir)})
@@ -56,6 +58,15 @@ class Mortals:
         self.prefill.close()
         self.prefill = self._start_prefill("phoenix-prefill")
         self.prefill.wait_ready()
+
+    def restart_both(self) -> None:
+        """The decode as one that finishes its requests before it ends."""
+        self.prefill.close()
+        self.decode.close()
+        self.prefill = self._start_prefill("third-prefill")
+        self.decode = self._start_decode("draining-decode", "--shutdown-timeout", "60")
+        self.prefill.wait_ready()
+        self.decode.wait_ready()
 
     def ticket(self, prompt: list[int]) -> dict[str, Any]:
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -143,8 +154,24 @@ def test_prefill_gets_its_blocks_back_when_a_decodes_worker_is_killed(rig: Rig, 
     rig.assert_clean()
 
 
-def test_prefill_is_told_to_stop_while_decode_runs(rig: Rig, mortals: Mortals) -> None:
-    tokens = stream(rig, rig.decode.url, OTHER, mortals.ticket(OTHER), {20: mortals.prefill.request_stop})
+def test_decode_outlives_a_worker_of_its_prefill(rig: Rig, mortals: Mortals) -> None:
+    """vLLM ends the engine; what decode holds stays."""
+    engine = mortals.prefill
+
+    def kill_worker() -> None:
+        os.kill(worker_of(engine).pid, signal.SIGKILL)
+
+    tokens = stream(rig, rig.decode.url, PROMPT, mortals.ticket(PROMPT), {20: kill_worker})
+    assert tokens == rig.expected(PROMPT, LONG).tokens
+    wait_until(lambda: not engine.running)
+    rig.assert_clean()
+
+
+def test_stopping_either_side_in_order(rig: Rig, mortals: Mortals) -> None:
+    """SIGTERM for both in the middle of a decode: prefill ends at once, decode when its request is done."""
+    mortals.restart_both()
+    stop_prefill, stop_decode = mortals.prefill.request_stop, mortals.decode.request_stop
+    tokens = stream(rig, mortals.decode.url, OTHER, mortals.ticket(OTHER), {20: stop_prefill, 40: stop_decode})
     assert tokens == rig.expected(OTHER, LONG).tokens
-    mortals.prefill.close()
+    wait_until(lambda: not mortals.prefill.running and not mortals.decode.running)
     rig.assert_clean()
