@@ -131,7 +131,9 @@ class PeerTable:
         self._unmap_orders: list[int] = []
 
     def __iter__(self) -> Iterator[Peer]:
-        return iter(list(self._peers.values()))
+        """Of a copy, so that onlookers on other threads may iterate too."""
+        with self.lock:
+            return iter(list(self._peers.values()))
 
     @property
     def window(self) -> tuple[int, int, int]:
@@ -277,7 +279,8 @@ class PeerTable:
     @property
     def is_settling(self) -> bool:
         """Whether a handshake or a mapping is under way: bounded by the handshake timeout."""
-        return any(peer.state in {PeerState.CONNECTING, PeerState.MAPPING} for peer in self._peers.values())
+        with self.lock:
+            return any(peer.state in {PeerState.CONNECTING, PeerState.MAPPING} for peer in self._peers.values())
 
     def close(self) -> None:
         """End every session."""
