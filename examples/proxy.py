@@ -11,6 +11,8 @@ byte. Several servers of a kind take turns.
 * The decode leg is the client's request with the ticket added, nothing else.
 * A client that goes away takes the leg under way with it: its connection is closed.
 * The answer starts only with decode's first byte, so an error before it keeps its own status.
+* A ticket that decode refuses (a 400, say), or that never reaches it, would keep prefill's blocks until its offer ends. It is
+  settled instead: the prompt goes to a decode once more, for one token that nobody reads, which ends the lease.
 * `kv_transfer_params` from a client are refused: they are between the servers.
 * A completions request with several prompts skips the prefill leg: one ticket fits one prompt.
 
@@ -48,6 +50,10 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 32 << 20
 MAX_TICKET_ANSWER_BYTES = 4 << 20
 CONNECT_SECONDS = 10.0
+# Decode's word on this request's fields; other errors (401, 429, ...) would meet the settling request too.
+REFUSES_THE_REQUEST = {400, 413, 422}
+SETTLE_SECONDS = 60.0
+MAX_SETTLING = 64
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 CLIENT_GONE_STATUS = 499
 
@@ -234,6 +240,7 @@ class Proxy:
             "decode": itertools.cycle([url.rstrip("/") for url in decodes]),
         }
         self._max_body_bytes = max_body_bytes
+        self._settling: set[asyncio.Task[None]] = set()
         self._client = httpx.AsyncClient(
             # Generating may take any time; only connecting may not. The environment's proxy settings
             # are not for traffic between these servers.
@@ -243,15 +250,28 @@ class Proxy:
         )
 
     async def close(self) -> None:
+        for task in self._settling:
+            task.cancel()
         await self._client.aclose()
 
     async def open(
-        self, leg: Leg, method: str, path: str, headers: Mapping[str, str], body: Body | None = None
+        self,
+        leg: Leg,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Body | None = None,
+        sent: asyncio.Event | None = None,
     ) -> httpx.Response:
-        """Send a request to the next server of `leg`; returns once its head has come."""
+        """Send a request to the next server of `leg`; returns once its head has come. `sent` is set when the request is out."""
         url = httpx.URL(next(self._turns[leg]) + path)
         content = None if body is None else encode(body)
-        request = self._client.build_request(method, url, headers=headers, content=content)
+
+        async def trace(event: str, _: object) -> None:
+            if sent is not None and event.endswith("send_request_body.complete"):
+                sent.set()
+
+        request = self._client.build_request(method, url, headers=headers, content=content, extensions={"trace": trace})
         try:
             return await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -302,12 +322,36 @@ class Proxy:
                 return await self.start_answer("prefill", upstream)
             ticket = await self.ticket(upstream)
         prefilled = time.perf_counter()
-        upstream = await self.open("decode", "POST", path, headers, decode_body(body, ticket))
-        answer = await self.start_answer("decode", upstream)
+        answer = await self.decode_leg(path, headers, body, ticket)
         answer.headers["x-mc2-prefill-ms"] = f"{(prefilled - started) * 1e3:.3f}"
         first_byte_ms = (time.perf_counter() - prefilled) * 1e3
         answer.headers["x-mc2-decode-first-byte-ms"] = f"{first_byte_ms:.3f}"
         return answer
+
+    async def decode_leg(self, path: str, headers: Mapping[str, str], body: Body, ticket: Body | None) -> Answer:
+        """The client's request with its ticket; a ticket that decode does not take is settled."""
+        sent = asyncio.Event()
+        refused = False
+        try:
+            upstream = await self.open("decode", "POST", path, headers, decode_body(body, ticket), sent)
+            refused = upstream.status_code in REFUSES_THE_REQUEST
+            return await self.start_answer("decode", upstream)
+        finally:
+            # A decode that has got the request ends the lease itself when the client leaves.
+            if ticket is not None and (refused or not sent.is_set()) and len(self._settling) < MAX_SETTLING:
+                task = asyncio.create_task(self.settle(path, headers, body, ticket))
+                self._settling.add(task)
+                task.add_done_callback(self._settling.discard)
+
+    async def settle(self, path: str, headers: Mapping[str, str], body: Body, ticket: Body) -> None:
+        """Let a decode end the lease of a ticket that it refused or never got: with the request that prefill accepted."""
+        leg = {**prefill_body(body, chat=path.endswith("/chat/completions")), "kv_transfer_params": ticket}
+        try:
+            async with asyncio.timeout(SETTLE_SECONDS):
+                upstream = await self.open("decode", "POST", path, headers, leg)
+                await upstream.aclose()
+        except (UpstreamError, TimeoutError) as error:
+            logger.info("a ticket could not be settled, its offer will end by itself: %s", error)
 
     async def generate(self, request: Request) -> Response:
         """POST /v1/completions and /v1/chat/completions."""

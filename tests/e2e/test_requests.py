@@ -130,6 +130,20 @@ def test_a_client_that_leaves_in_the_middle(rig: Rig) -> None:
     rig.assert_clean()
 
 
+def test_what_decode_refuses_after_prefill_has_run_keeps_no_blocks(rig: Rig) -> None:
+    """Prefill takes n = 1 of it, decode refuses n = 3 with temperature 0. The proxy settles the ticket."""
+    body = {"model": rig.model, "prompt": PROMPT, "max_tokens": 4, "n": 3, "temperature": 0}
+    before = rig.metric(rig.prefill, "vllm:mc2_leases_published_total")
+    assert rig.client.post(f"{rig.proxy.url}/v1/completions", json=body).status_code == 400
+    rig.tick()
+    assert rig.metric(rig.prefill, "vllm:mc2_leases_published_total") == before + 1
+    deadline = time.monotonic() + 30  # half of the offer's time
+    while rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="released") < before + 1:
+        assert time.monotonic() < deadline
+        rig.tick()
+    rig.assert_clean()
+
+
 def test_prefill_refuses_what_a_plain_server_refuses_with_the_same_status(rig: Rig) -> None:
     body = {"model": rig.model, "prompt": prompt_of(3000), "max_tokens": 4}
     answers = [rig.client.post(f"{url}/v1/completions", json=body) for url in (rig.plain.url, rig.proxy.url)]

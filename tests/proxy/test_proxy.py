@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -222,7 +223,8 @@ def test_errors_keep_their_status_and_body(rig: Rig, kind: str, status: int, str
     assert answer.status_code == status
     assert answer.json() == fake.error
     assert answer.headers["content-type"] == "application/json"
-    assert len(rig.sent("decode")) == (kind == "decode")
+    clients_own = [body for body in rig.sent("decode") if "max_tokens" not in body]  # not the one that settles a ticket
+    assert len(clients_own) == (kind == "decode")
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -295,3 +297,40 @@ def leave_after(rig: Rig, body: dict[str, Any], condition: Any) -> None:
     with socket.create_connection((host, int(port)), timeout=DEADLINE_SECONDS) as connection:
         connection.sendall(head.encode() + data)
         wait_for(condition)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_ticket_that_decode_refuses_is_settled(rig: Rig, stream: bool) -> None:
+    """Decode says 400 to what the client asked; it must still get the ticket in a form that it takes."""
+    decode = rig.decodes[0]
+    decode.status, decode.error = 400, {"error": {"message": "n must be 1 when using greedy sampling"}}
+    answer = rig.post(COMPLETIONS, {**PROMPT, "n": 3, "temperature": 0, "stream": stream})
+    assert answer.status_code == 400
+    wait_for(lambda: sum(len(server.seen) for server in rig.decodes) == 2)
+    (settled,) = [seen for server in rig.decodes for seen in server.seen if seen.body.get("n") == 1]
+    assert settled.body["kv_transfer_params"] == TICKET
+    assert (settled.body["max_tokens"], settled.body["stream"]) == (1, False)
+
+
+def test_a_ticket_that_never_reached_its_decode_is_settled_by_another(fakes: list[FakeServer]) -> None:
+    prefill, decode = fakes[0], fakes[1]
+    prefill.reset(params=dict(TICKET))
+    decode.reset()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        between = proxy.Proxy([prefill.url], [dead, decode.url])
+        with serving(proxy.build_app(between)) as url:
+            answer = httpx.post(url + COMPLETIONS, json=PROMPT, timeout=DEADLINE_SECONDS)
+            assert answer.status_code == 503
+            wait_for(lambda: len(decode.seen) == 1)
+    assert decode.seen[0].body["kv_transfer_params"] == TICKET
+    assert decode.seen[0].body["max_tokens"] == 1
+
+
+def test_what_decode_has_taken_is_not_settled(rig: Rig) -> None:
+    assert rig.post(COMPLETIONS, PROMPT).status_code == 200
+    rig.decodes[1].status, rig.decodes[1].error = 500, {"error": {"message": "load failed"}}
+    assert rig.post(COMPLETIONS, PROMPT).status_code == 500
+    time.sleep(0.3)
+    assert len(rig.sent("decode")) == 2
