@@ -133,12 +133,13 @@ def test_a_client_that_leaves_in_the_middle(rig: Rig) -> None:
 def test_what_decode_refuses_after_prefill_has_run_keeps_no_blocks(rig: Rig) -> None:
     """Prefill takes n = 1 of it, decode refuses n = 3 with temperature 0. The proxy settles the ticket."""
     body = {"model": rig.model, "prompt": PROMPT, "max_tokens": 4, "n": 3, "temperature": 0}
-    before = rig.metric(rig.prefill, "vllm:mc2_leases_published_total")
+    published = rig.metric(rig.prefill, "vllm:mc2_leases_published_total")
+    released = rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="released")
     assert rig.client.post(f"{rig.proxy.url}/v1/completions", json=body).status_code == 400
     rig.tick()
-    assert rig.metric(rig.prefill, "vllm:mc2_leases_published_total") == before + 1
+    assert rig.metric(rig.prefill, "vllm:mc2_leases_published_total") == published + 1
     deadline = time.monotonic() + 30  # half of the offer's time
-    while rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="released") < before + 1:
+    while rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="released") < released + 1:
         assert time.monotonic() < deadline
         rig.tick()
     rig.assert_clean()
