@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-DIGEST_BYTES = 32
 _encoder = msgspec.msgpack.Encoder()
 
 

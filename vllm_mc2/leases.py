@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from vllm_mc2._native import LeaseReader, LeaseTable
-from vllm_mc2.protocol import Ticket, new_token
+from vllm_mc2.protocol import Ticket
 
 P = TypeVar("P")
 LeaseId = tuple[int, int]
@@ -166,15 +166,3 @@ def _verdict(answer: str) -> Literal["held", "pending", "dead"]:
     if answer == "held":
         return "held"
     return "pending" if answer == "pending" else "dead"
-
-
-__all__ = [
-    "EndedLease",
-    "LeaseBook",
-    "LeaseId",
-    "LeaseOffer",
-    "LeaseView",
-    "PeerLeases",
-    "affordable_slots",
-    "new_token",
-]

@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from tests.connector.outcome import finish
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
 from vllm_mc2.leases import PeerLeases
+from vllm_mc2.protocol import Ticket
 
 Pair = tuple[RigEngine, RigEngine]
 PROMPT = prompt_of(70)
@@ -351,3 +352,51 @@ def test_a_claim_while_prefill_is_deciding_waits_for_the_verdict(pair: Pair, ver
         way = {"held": "attach", "dead": "recompute"}[verdict]
         assert consumer.finished["late"][2]["mc2"]["way"] == way  # type: ignore[index]
     assert_clean(*pair)
+
+
+def test_two_requests_with_one_ticket_while_prefill_is_deciding(pair: Pair) -> None:
+    """The first one's verdict comes after the second has the loan already: its own claim is given back too."""
+    producer, consumer = pair
+    consumer.add("connect", OTHER, prefill(producer, "c", OTHER))
+    consumer.run()
+    ticket = prefill(producer, "p", PROMPT)
+    verdicts = ["pending", "held"]
+    real_claim = PeerLeases.claim
+
+    def claim(self: PeerLeases, lease_id: tuple[int, int]) -> str:
+        assert real_claim(self, lease_id) == "held"
+        return verdicts.pop(0)
+
+    with mock.patch.multiple(PeerLeases, claim=claim, poll=lambda self, lease_id: "held"):
+        consumer.add("first", PROMPT, ticket)
+        consumer.add("second", PROMPT, ticket)
+        consumer.run()
+    for request_id in ("first", "second"):
+        assert consumer.finished[request_id][0] == expected_tokens(PROMPT, 4)
+        assert consumer.finished[request_id][2]["mc2"]["way"] == "attach"  # type: ignore[index]
+    assert_clean(*pair)
+
+
+def test_a_pending_claim_on_a_lease_that_is_over_is_settled(pair: Pair) -> None:
+    """Left pending, it would keep decode from ever claiming a lease in that slot again."""
+    producer, consumer = pair
+    consumer.add("connect", OTHER, prefill(producer, "c", OTHER))
+    consumer.run()
+    ticket = prefill(producer, "p", PROMPT)
+    settled: list[tuple[int, int]] = []
+    real_look_up = PeerLeases.look_up
+    looks = [real_look_up, lambda self, ticket: None]
+
+    def poll(self: PeerLeases, lease_id: tuple[int, int]) -> str:
+        settled.append(lease_id)
+        return "dead"
+
+    def look_up(self: PeerLeases, ticket: Ticket) -> object:
+        return looks.pop(0)(self, ticket)
+
+    with mock.patch.multiple(PeerLeases, claim=lambda self, lease_id: "pending", poll=poll, look_up=look_up):
+        consumer.add("late", PROMPT, ticket)
+        consumer.run()
+    assert len(settled) == 1
+    assert consumer.finished["late"][0] == expected_tokens(PROMPT, 4)
+    assert consumer.finished["late"][2]["mc2"]["reason"] == "ticket_dead"  # type: ignore[index]

@@ -25,13 +25,6 @@ Serve = Callable[[str, Message], SessionServer]
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "s"
-    prepare_socket_dir(path)
-    return path
-
-
-@pytest.fixture
 def serve(directory: Path) -> Iterator[Serve]:
     servers = []
 

@@ -48,13 +48,6 @@ class Recorder:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "s"
-    prepare_socket_dir(path)
-    return path
-
-
-@pytest.fixture
 def recorder(directory: Path) -> Iterator[Recorder]:
     before = len(os.listdir("/proc/self/fd"))
     recorder = Recorder(directory)

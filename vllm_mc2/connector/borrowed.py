@@ -30,7 +30,6 @@ class Loan:
 
     incarnation: str
     lease_id: LeaseId
-    digest: bytes
     num_tokens: int
     """Tokens whose KV the lease covers."""
     block_ids: tuple[int, ...]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -122,10 +122,6 @@ class MC2Connector(KVConnectorBase_V1):
         self._worker.end_step()
 
     # --- scheduler ---
-
-    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Hook: the scheduler's block pool exists now."""
-        super().bind_kv_cache_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Hook: every worker has said what it has; the halves can be made."""

@@ -192,13 +192,17 @@ class DecodeHalf:
         assert peer.leases is not None
         offer = peer.leases.look_up(ticket)
         if offer is None:
+            if handoff.is_verdict_pending:
+                self._ask(
+                    handoff, peer.leases, ticket.lease_id
+                )  # takes the dead claim back, or its slot stays ours for ever
             self._reject(handoff, "ticket_dead", "its lease is over, or the ticket was never issued")
             return
         if not self._fits(handoff.request, ticket, offer, peer):
             self._reject(handoff, "prompt_mismatch", "the ticket was made for another prompt, adapter or cache salt")
             return
         loan = self._loans.get((peer.incarnation, ticket.lease_id))
-        if loan is None:
+        if loan is None or handoff.is_verdict_pending:
             loan = self._claim(handoff, ticket, offer, peer)
             if loan is None:
                 return
@@ -233,6 +237,11 @@ class DecodeHalf:
             self._reject(handoff, "ticket_dead", "its lease has just ended")
         if verdict != "held":
             return None
+        known = self._loans.get((peer.incarnation, lease_id))
+        if known is not None:
+            # Another request with this ticket got its verdict first; a loan has one claim.
+            peer.leases.release(lease_id)
+            return known
         remote_ids = peer.leases.block_ids(lease_id)
         usable = len(remote_ids) == offer.num_blocks and all(0 < block_id < peer.num_blocks for block_id in remote_ids)
         if not usable or len(set(remote_ids)) != len(remote_ids):
@@ -240,7 +249,7 @@ class DecodeHalf:
             self._reject(handoff, "bad_lease", "the peer's block table is not valid")
             return None
         block_ids = tuple(peer.base + block_id for block_id in remote_ids)
-        loan = Loan(peer.incarnation, lease_id, offer.digest, offer.num_tokens, block_ids)
+        loan = Loan(peer.incarnation, lease_id, offer.num_tokens, block_ids)
         self._loans[peer.incarnation, lease_id] = loan
         self._lenders[loan] = peer
         peer.num_loans += 1

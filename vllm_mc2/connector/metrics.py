@@ -10,8 +10,6 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-WAYS = ("attach", "recompute", "failed")
-
 COUNTERS = {
     "blocks_attached": "Blocks of prefill's memory used in place by decode.",
     "kv_bytes_not_copied": "KV bytes that decode read from prefill's memory instead of copying them.",

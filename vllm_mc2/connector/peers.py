@@ -61,7 +61,6 @@ class Peer:
     base: int = -1
     num_blocks: int = 0
     ranks_left: set[int] = field(default_factory=set)
-    ranks_mapped: set[int] = field(default_factory=set)
     num_loans: int = 0
 
     def is_gone(self) -> bool:

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.metrics import MC2Stats
-from vllm_mc2.leases import LeaseBook, new_token
+from vllm_mc2.leases import LeaseBook
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
     InspectHello,
@@ -27,6 +27,7 @@ from vllm_mc2.protocol import (
     SchedulerWelcome,
     WorkerEndpoint,
     new_incarnation,
+    new_token,
     ticket_params,
 )
 from vllm_mc2.session import Answer, SessionServer

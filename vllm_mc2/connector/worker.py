@@ -80,7 +80,6 @@ class WorkerHalf:
         """Plans the address range and edits ``kv_cache_config``, unless attach is off."""
         self._config = config
         self._directory = directory
-        self._kv_cache_config = kv_cache_config
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._engine_id = str(transfer.engine_id)
