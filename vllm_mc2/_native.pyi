@@ -8,6 +8,8 @@ where hugetlb memory is involved). Whatever maps, copies, allocates or pre-fault
 from types import TracebackType
 from typing import Final, Literal, Self, final
 
+from typing_extensions import Buffer
+
 _LeaseRow = tuple[
     int,  # slot
     int,  # generation
@@ -119,6 +121,12 @@ class AddressRange:
     ) -> None: ...
 
 @final
+class IdSpan:
+    """int32 block ids in somebody's memory, a tensor's for instance; `owner` keeps it. The address is believed."""
+
+    def __init__(self, address: int, num_ids: int, owner: object) -> None: ...
+
+@final
 class LeaseTable:
     """Prefill's index table and its view of the decodes' ledgers.
 
@@ -141,11 +149,14 @@ class LeaseTable:
         token: bytes,
         digest: bytes,
         num_tokens: int,
-        block_ids: list[int],
+        block_ids: list[int] | Buffer | IdSpan,
         timeout_seconds: float,
+        num_pool_blocks: int = ...,
     ) -> tuple[int, int] | None:
         """Offer a lease: `(slot, generation)`, or None when no slot is free.
 
+        `block_ids`: a list, or a contiguous one-dimensional buffer of int32 (an `array("i")`, a tensor), which is faster.
+        `ValueError` when one is not below `num_pool_blocks`.
         The blocks must stay pinned until `sweep()` reports the end.
         """
     def add_ledger(self) -> tuple[int, int]:
@@ -189,10 +200,21 @@ class LeaseReader:
         """
     def claim(self, slot: int, generation: int) -> Literal["held", "pending", "dead"]:
         """Claim the lease once more. `pending`: prefill is just deciding, ask `poll`."""
+    def take(
+        self, slot: int, generation: int, token: bytes
+    ) -> tuple[Literal["held", "pending", "dead"], int] | None:
+        """`peek`, comparison of the token, and `claim` in one call: the verdict and `num_tokens`. None, and nothing is
+        written, when there is no such live lease or the token is another.
+        """
     def poll(self, slot: int, generation: int) -> Literal["held", "pending", "dead"]:
         """Verdict of one pending claim; `ValueError` when none is pending."""
     def blocks(self, slot: int, generation: int) -> list[int]:
         """Block ids of a held lease; `ValueError` when it is not held."""
+    def block_table(self, slot: int, generation: int, base: int, num_blocks: int) -> memoryview:
+        """Block ids of a held lease, each plus `base`, as int32 items; no Python object per block.
+
+        `ValueError` when it is not held, or names a block that a pool of `num_blocks` does not have.
+        """
     def release(self, slot: int, generation: int) -> None:
         """Undo one held claim; `ValueError` when none is held."""
     def close(self) -> None:

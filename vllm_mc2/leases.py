@@ -5,10 +5,11 @@ a lease: prefill's pinned blocks, and the rule that a ticket is checked before t
 """
 
 import hmac
+from array import array
 from collections.abc import Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from vllm_mc2._native import LeaseReader, LeaseTable
+from vllm_mc2._native import IdSpan, LeaseReader, LeaseTable
 from vllm_mc2.protocol import Ticket
 
 P = TypeVar("P")
@@ -17,6 +18,7 @@ LeaseId = tuple[int, int]
 
 MAX_TABLE_BYTES = 64 << 20
 _SLOT_HEADER_BYTES = 128
+_ANY_BLOCK = (1 << 32) - 1
 
 
 def affordable_slots(num_slots: int, max_blocks: int) -> int:
@@ -72,11 +74,28 @@ class LeaseBook(Generic[P]):
         self, token: bytes, digest: bytes, num_tokens: int, block_ids: Sequence[int], timeout_seconds: float, payload: P
     ) -> Ticket | None:
         """Publish a lease over ``block_ids``; None when no slot is free. The blocks must already be pinned."""
-        lease_id = self._table.publish(token, digest, num_tokens, list(block_ids), timeout_seconds)
-        if lease_id is None:
-            return None
-        self._payloads[lease_id] = payload
-        return Ticket.issue(self._incarnation, *lease_id, token)
+        lease_id = self.offer(token, digest, num_tokens, list(block_ids), timeout_seconds, payload)
+        return None if lease_id is None else Ticket.issue(self._incarnation, *lease_id, token)
+
+    def offer(
+        self,
+        token: bytes,
+        digest: bytes,
+        num_tokens: int,
+        block_ids: "list[int] | array[int] | memoryview | IdSpan",
+        timeout_seconds: float,
+        payload: P,
+        num_pool_blocks: int = _ANY_BLOCK,
+    ) -> LeaseId | None:
+        """As :meth:`publish`, for those who make their own tickets. int32 buffers spare a Python object per block.
+
+        Raises:
+            ValueError: more blocks than a lease takes, or one that is not below ``num_pool_blocks``.
+        """
+        lease_id = self._table.publish(token, digest, num_tokens, block_ids, timeout_seconds, num_pool_blocks)
+        if lease_id is not None:
+            self._payloads[lease_id] = payload
+        return lease_id
 
     def sweep(self) -> list[EndedLease[P]]:
         """Leases that have ended since the last sweep. Their blocks may be reused from now on."""
@@ -145,6 +164,13 @@ class PeerLeases:
         """Claim a lease; ``pending`` means that prefill is just deciding, ask :meth:`poll`."""
         return _verdict(self._reader.claim(*lease_id))
 
+    def take(self, lease_id: LeaseId, token: bytes) -> tuple[Literal["held", "pending", "dead"], int] | None:
+        """Look up and claim in one call, for those who have nothing to check in between: the verdict and the number of tokens.
+
+        None when the lease is over or the token is wrong; nothing was written then.
+        """
+        return self._reader.take(*lease_id, token)
+
     def poll(self, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
         """The verdict on a pending claim."""
         return _verdict(self._reader.poll(*lease_id))
@@ -152,6 +178,14 @@ class PeerLeases:
     def block_ids(self, lease_id: LeaseId) -> list[int]:
         """The remote block table of a held lease."""
         return self._reader.blocks(*lease_id)
+
+    def block_table(self, lease_id: LeaseId, base: int, num_blocks: int) -> memoryview:
+        """The block table of a held lease as int32 items, each id plus ``base``.
+
+        Raises:
+            ValueError: it names a block that a pool of ``num_blocks`` does not have.
+        """
+        return self._reader.block_table(*lease_id, base, num_blocks)
 
     def release(self, lease_id: LeaseId) -> None:
         """Give a held lease back; prefill may reuse the blocks from now on."""

@@ -11,9 +11,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <system_error>
 #include <tuple>
@@ -254,18 +256,53 @@ nb::bytes bytes_of(const Array& array) {
     return nb::bytes(reinterpret_cast<const char*>(array.data()), array.size());
 }
 
-std::optional<std::pair<std::uint32_t, std::uint32_t>> publish(
-    LeaseTable& self, const nb::bytes& token, const nb::bytes& digest, std::uint64_t num_tokens,
-    const std::vector<std::uint32_t>& block_ids, double timeout_seconds) {
+constexpr std::uint32_t kNoLimit = std::numeric_limits<std::uint32_t>::max();
+using PublishedId = std::optional<std::pair<std::uint32_t, std::uint32_t>>;
+
+PublishedId publish(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
+                    std::uint64_t num_tokens, std::span<const std::uint32_t> block_ids,
+                    double timeout_seconds, std::uint32_t num_pool_blocks) {
     const auto id = self.publish({.token = array_of<mc2::lease::Token>("token", token),
                                   .digest = array_of<mc2::lease::Digest>("digest", digest),
                                   .num_tokens = num_tokens,
                                   .block_ids = block_ids,
-                                  .timeout = std::chrono::duration<double>(timeout_seconds)});
+                                  .timeout = std::chrono::duration<double>(timeout_seconds),
+                                  .num_pool_blocks = num_pool_blocks});
     if (!id) {
         return std::nullopt;
     }
     return std::make_pair(id->slot, id->generation);
+}
+
+// An int32 buffer, as block tables are: no Python object per block. A negative id is a huge unsigned one, and refused.
+PublishedId publish_buffer(
+    LeaseTable& self, const nb::bytes& token, const nb::bytes& digest, std::uint64_t num_tokens,
+    const nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& block_ids,
+    double timeout_seconds, std::uint32_t num_pool_blocks) {
+    const auto* first = reinterpret_cast<const std::uint32_t*>(block_ids.data());
+    return publish(self, token, digest, num_tokens, {first, block_ids.size()}, timeout_seconds,
+                   num_pool_blocks);
+}
+
+// Where the ids lie, for tensors: torch has no buffer protocol, and DLPack costs more than all the rest of a hand-over.
+struct IdSpan {
+    std::uintptr_t address;
+    std::size_t num_ids;
+    nb::object owner;  // keeps the memory
+};
+
+PublishedId publish_span(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
+                         std::uint64_t num_tokens, const IdSpan& block_ids, double timeout_seconds,
+                         std::uint32_t num_pool_blocks) {
+    const auto* first = reinterpret_cast<const std::uint32_t*>(block_ids.address);
+    return publish(self, token, digest, num_tokens, {first, block_ids.num_ids}, timeout_seconds,
+                   num_pool_blocks);
+}
+
+PublishedId publish_list(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
+                         std::uint64_t num_tokens, const std::vector<std::uint32_t>& block_ids,
+                         double timeout_seconds, std::uint32_t num_pool_blocks) {
+    return publish(self, token, digest, num_tokens, block_ids, timeout_seconds, num_pool_blocks);
 }
 
 nb::tuple view(const LeaseTable& self, std::size_t max_rows) {
@@ -300,14 +337,25 @@ nb::list sweep(LeaseTable& self) {
 }
 
 void bind_lease_table(const nb::module_& module) {
+    nb::class_<IdSpan>(module, "IdSpan")
+        .def(
+            "__init__",
+            [](IdSpan* self, std::uintptr_t address, std::size_t num_ids, nb::object owner) {
+                new (self) IdSpan{address, num_ids, std::move(owner)};
+            },
+            "address"_a, "num_ids"_a, "owner"_a);
     nb::class_<LeaseTable> type(module, "LeaseTable");
     type.def(nb::init<std::size_t, std::size_t>(), NoGil(), "num_slots"_a, "max_blocks"_a)
         .def_prop_ro("fd", &LeaseTable::fd)
         .def_prop_ro("num_slots", &LeaseTable::num_slots)
         .def_prop_ro("max_blocks", &LeaseTable::max_blocks)
         .def_prop_ro("num_active", &LeaseTable::num_active)
-        .def("publish", &publish, "token"_a, "digest"_a, "num_tokens"_a, "block_ids"_a,
-             "timeout_seconds"_a)
+        .def("publish", &publish_span, "token"_a, "digest"_a, "num_tokens"_a, "block_ids"_a,
+             "timeout_seconds"_a, "num_pool_blocks"_a = kNoLimit)
+        .def("publish", &publish_buffer, "token"_a, "digest"_a, "num_tokens"_a, "block_ids"_a,
+             "timeout_seconds"_a, "num_pool_blocks"_a = kNoLimit)
+        .def("publish", &publish_list, "token"_a, "digest"_a, "num_tokens"_a, "block_ids"_a,
+             "timeout_seconds"_a, "num_pool_blocks"_a = kNoLimit)
         .def(
             "add_ledger",
             [](LeaseTable& self) {
@@ -320,6 +368,27 @@ void bind_lease_table(const nb::module_& module) {
         .def("view", &view, "max_rows"_a)
         .def("close", &LeaseTable::close, NoGil());
     add_context_manager(type);
+}
+
+// The vector's memory goes to Python as it is.
+nb::object to_memoryview(std::vector<std::int32_t>&& ids) {
+    auto kept = std::make_unique<std::vector<std::int32_t>>(std::move(ids));
+    const nb::capsule owner(kept.get(), [](void* pointer) noexcept {
+        const std::unique_ptr<std::vector<std::int32_t>> last(
+            static_cast<std::vector<std::int32_t>*>(pointer));
+    });
+    auto* const vector = kept.release();
+    using Ids = nb::ndarray<nb::memview, std::int32_t, nb::ndim<1>, nb::c_contig>;
+    return nb::cast(Ids(vector->data(), {vector->size()}, owner));
+}
+
+// Token comparison that takes as long for a near miss as for a hit.
+bool is_same(const mc2::lease::Token& one, const mc2::lease::Token& other) {
+    std::byte difference{};
+    for (std::size_t i = 0; i < one.size(); ++i) {
+        difference |= one[i] ^ other[i];
+    }
+    return difference == std::byte{};
 }
 
 using SlotArgument =
@@ -359,6 +428,26 @@ void bind_lease_reader(const nb::module_& module) {
                 return self.claimant().blocks(slot, generation);
             },
             "slot"_a, "generation"_a)
+        .def(
+            "block_table",
+            [](LeaseReader& self, SlotArgument slot, SlotArgument generation, std::uint32_t base,
+               std::uint32_t num_blocks) {
+                return to_memoryview(
+                    self.claimant().block_table(slot, generation, base, num_blocks));
+            },
+            "slot"_a, "generation"_a, "base"_a, "num_blocks"_a)
+        .def(
+            "take",
+            [](LeaseReader& self, SlotArgument slot, SlotArgument generation,
+               const nb::bytes& token) -> nb::object {
+                const auto info = self.claimant().peek(slot, generation);
+                if (!info || !is_same(info->token, array_of<mc2::lease::Token>("token", token))) {
+                    return nb::none();
+                }
+                const ClaimResult result = self.claimant().claim(slot, generation);
+                return nb::make_tuple(name_of(result), info->num_tokens);
+            },
+            "slot"_a, "generation"_a, "token"_a)
         .def(
             "release",
             [](LeaseReader& self, SlotArgument slot, SlotArgument generation) {

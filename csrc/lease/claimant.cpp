@@ -114,17 +114,42 @@ ClaimResult Claimant::settle(std::size_t slot) {
 
 std::vector<std::uint32_t> Claimant::blocks(std::uint64_t slot, std::uint64_t generation) const {
     (void)held_entry(slot, generation);
+    std::vector<std::uint32_t> ids(num_blocks_of(slot));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        ids[i] = index_.block_id(slot, i).load(std::memory_order_relaxed);
+    }
+    return ids;
+}
+
+std::vector<std::int32_t> Claimant::block_table(std::uint64_t slot, std::uint64_t generation,
+                                                std::uint32_t base,
+                                                std::uint32_t num_blocks) const {
+    (void)held_entry(slot, generation);
+    // Global ids live in int32 block tables.
+    if (std::uint64_t{base} + num_blocks > std::numeric_limits<std::int32_t>::max()) {
+        throw_invalid(std::to_string(num_blocks) + " blocks from " + std::to_string(base) +
+                      " do not fit an int32 block table");
+    }
+    std::vector<std::int32_t> ids(num_blocks_of(slot));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const std::uint32_t id = index_.block_id(slot, i).load(std::memory_order_relaxed);
+        if (id >= num_blocks) {
+            throw_invalid("lease segment: slot " + std::to_string(slot) + " names block " +
+                          std::to_string(id) + " of a pool of " + std::to_string(num_blocks));
+        }
+        ids[i] = static_cast<std::int32_t>(base + id);
+    }
+    return ids;
+}
+
+std::size_t Claimant::num_blocks_of(std::size_t slot) const {
     const std::uint64_t num_blocks = index_.num_blocks(slot).load(std::memory_order_relaxed);
     if (num_blocks > max_blocks_) {
         throw_invalid("lease segment: slot " + std::to_string(slot) + " says " +
                       std::to_string(num_blocks) + " blocks, the table takes " +
                       std::to_string(max_blocks_));
     }
-    std::vector<std::uint32_t> ids(num_blocks);
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        ids[i] = index_.block_id(slot, i).load(std::memory_order_relaxed);
-    }
-    return ids;
+    return num_blocks;
 }
 
 void Claimant::release(std::uint64_t slot, std::uint64_t generation) {

@@ -32,9 +32,15 @@ class Claimant {
     ClaimResult claim(std::uint64_t slot, std::uint64_t generation);
     // Resolves one pending claim. Throws std::invalid_argument when there is none.
     ClaimResult poll(std::uint64_t slot, std::uint64_t generation);
-    // Both throw std::invalid_argument unless a claim is held.
+    // These throw std::invalid_argument unless a claim is held.
     [[nodiscard]] std::vector<std::uint32_t> blocks(std::uint64_t slot,
                                                     std::uint64_t generation) const;
+    // The same ids as the receiver counts them, each plus base; every one is below num_blocks, or it throws
+    // std::invalid_argument and the table cannot be trusted.
+    [[nodiscard]] std::vector<std::int32_t> block_table(std::uint64_t slot,
+                                                        std::uint64_t generation,
+                                                        std::uint32_t base,
+                                                        std::uint32_t num_blocks) const;
     void release(std::uint64_t slot, std::uint64_t generation);
 
     [[nodiscard]] std::size_t num_slots() const { return entries_.size(); }
@@ -48,6 +54,7 @@ class Claimant {
     };
 
     [[nodiscard]] const Entry& held_entry(std::uint64_t slot, std::uint64_t generation) const;
+    [[nodiscard]] std::size_t num_blocks_of(std::size_t slot) const;
     void write(std::size_t slot, const LedgerWord& word);
     ClaimResult settle(std::size_t slot);
 

@@ -76,6 +76,12 @@ void LeaseTable::check(const Offer& offer) const {
         throw_invalid("lease of " + std::to_string(offer.block_ids.size()) +
                       " blocks, the table takes " + std::to_string(geometry_.max_blocks));
     }
+    for (const std::uint32_t id : offer.block_ids) {
+        if (id >= offer.num_pool_blocks) {
+            throw_invalid("lease over block " + std::to_string(static_cast<std::int32_t>(id)) +
+                          ", the pool has " + std::to_string(offer.num_pool_blocks));
+        }
+    }
     if (!std::isfinite(offer.timeout.count()) || offer.timeout.count() < 0) {
         throw_invalid("lease timeout of " + std::to_string(offer.timeout.count()) + " seconds");
     }

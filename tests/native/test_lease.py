@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 
 import pytest
 
-from vllm_mc2._native import LeaseReader, LeaseTable
+from vllm_mc2._native import IdSpan, LeaseReader, LeaseTable
 
 TOKEN = bytes(range(16))
 DIGEST = bytes(range(32))
@@ -149,3 +150,74 @@ def test_closed_objects_refuse(table: LeaseTable) -> None:
         table.sweep()
     with pytest.raises(ValueError, match="closed"):
         table.view(1)
+
+
+@pytest.mark.parametrize(
+    "block_ids",
+    [[7, 0, 3], array("i", [7, 0, 3]), memoryview(array("i", [7, 0, 3]))],
+    ids=["list", "array", "memoryview"],
+)
+def test_block_ids_come_as_lists_or_buffers(table: LeaseTable, block_ids: "list[int] | array[int]") -> None:
+    reader = reader_of(table)
+    lease = table.publish(TOKEN, DIGEST, 48, block_ids, 1000.0, num_pool_blocks=8)
+    assert lease is not None
+    assert reader.claim(*lease) == "held"
+    assert reader.blocks(*lease) == [7, 0, 3]
+
+
+def test_block_ids_come_as_memory(table: LeaseTable) -> None:
+    reader = reader_of(table)
+    ids = array("i", [5, 6])
+    lease = table.publish(TOKEN, DIGEST, 32, IdSpan(ids.buffer_info()[0], 2, ids), 1000.0)
+    assert lease is not None
+    assert reader.claim(*lease) == "held"
+    assert reader.blocks(*lease) == [5, 6]
+
+
+@pytest.mark.parametrize("block_ids", [[8], array("i", [8]), array("i", [-1]), [(1 << 32) - 1]])
+def test_blocks_that_the_pool_does_not_have_are_not_published(
+    table: LeaseTable, block_ids: "list[int] | array[int]"
+) -> None:
+    with pytest.raises(ValueError, match="the pool has 8"):
+        table.publish(TOKEN, DIGEST, 16, block_ids, 1000.0, num_pool_blocks=8)
+    assert table.num_active == 0
+
+
+def test_a_block_table_is_in_the_readers_own_terms(table: LeaseTable) -> None:
+    reader = reader_of(table)
+    lease = publish(table)
+    with pytest.raises(ValueError, match="no held claim"):
+        reader.block_table(*lease, 100, 7)
+    assert reader.claim(*lease) == "held"
+    ids = reader.block_table(*lease, 100, 7)
+    assert (ids.format, ids.itemsize, ids.tolist()) == ("i", 4, [104, 105, 106])
+    with pytest.raises(ValueError, match="names block 6 of a pool of 6"):
+        reader.block_table(*lease, 100, 6)
+    with pytest.raises(ValueError, match="do not fit an int32"):
+        reader.block_table(*lease, (1 << 31) - 7, 7)
+    reader.release(*lease)
+    reader.close()
+    assert ids.tolist() == [104, 105, 106]  # its own memory
+
+
+def test_a_block_table_of_no_blocks(table: LeaseTable) -> None:
+    reader = reader_of(table)
+    lease = table.publish(TOKEN, DIGEST, 3, [], 1000.0)
+    assert lease is not None
+    assert reader.claim(*lease) == "held"
+    assert reader.block_table(*lease, 0, 0).tolist() == []
+
+
+def test_take_looks_before_it_claims(table: LeaseTable) -> None:
+    reader = reader_of(table)
+    slot, generation = publish(table)
+    assert reader.take(slot, generation, bytes(16)) is None
+    assert reader.take(slot, generation + 1, TOKEN) is None
+    assert reader.take(1 << 40, generation, TOKEN) is None
+    assert table.view(1)[1][0][5] == 0  # no claim was written
+    with pytest.raises(ValueError, match="token has 3 bytes"):
+        reader.take(slot, generation, b"abc")
+    assert reader.take(slot, generation, TOKEN) == ("held", 48)
+    reader.release(slot, generation)
+    assert [reason for *_, reason in table.sweep()] == ["released"]
+    assert reader.take(slot, generation, TOKEN) is None
