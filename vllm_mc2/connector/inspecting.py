@@ -13,34 +13,24 @@ from typing import Literal
 import msgspec
 from vllm.v1.core.block_pool import BlockPool
 
-from vllm_mc2 import protocol
 from vllm_mc2.connector.decode import DecodeHalf
 from vllm_mc2.connector.peers import Peer, PeerState
 from vllm_mc2.connector.prefill import PrefillHalf
 from vllm_mc2.inspection import (
     MAX_DECODE_ROWS,
-    MAX_HOLDER_ROWS,
     MAX_LEASE_ROWS,
     MAX_PEER_ROWS,
     DecodeRow,
     EngineReport,
-    HolderRow,
-    LeaseRow,
     MappedRow,
     PeerRow,
     WindowRow,
     WorkerReport,
 )
-from vllm_mc2.leases import LeaseView
 from vllm_mc2.memory import WorkerMemory
-from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, InspectHello, Message, Refusal, new_incarnation
+from vllm_mc2.protocol import InspectHello, Message, Refusal, new_incarnation
+from vllm_mc2.reporting import fit, lease_rows, refusal
 from vllm_mc2.session import Answer, SessionServer
-
-ROWS_AT_A_TIME = 100
-"""About 0.1 ms of Python."""
-
-Decodes = dict[int, tuple[int, str]]
-"""Ledger id -> ``(pid, engine id)``"""
 
 
 class EngineInspector:
@@ -85,7 +75,7 @@ class EngineInspector:
 
     def answer(self, hello: InspectHello) -> Answer:
         """The report, or a refusal of another protocol version. Session thread."""
-        return _refusal(hello) or Answer(fit(self.report()), keep_open=False)
+        return refusal(hello) or Answer(fit(self.report()), keep_open=False)
 
     def report(self) -> EngineReport:
         """What the engine looks like now. Session thread."""
@@ -120,36 +110,9 @@ def _with_leases(report: EngineReport, prefill: PrefillHalf) -> EngineReport:
         report,
         lent_blocks=prefill.num_lent_blocks,
         num_leases=num_leases,
-        leases=_lease_rows(views, decodes),
+        leases=lease_rows(views, decodes),
         num_decodes=len(decodes),
         decodes=[DecodeRow(pid, engine_id) for pid, engine_id in list(decodes.values())[:MAX_DECODE_ROWS]],
-    )
-
-
-def _lease_rows(views: list[LeaseView], decodes: Decodes) -> list[LeaseRow]:
-    rows: list[LeaseRow] = []
-    for view in views:
-        if len(rows) % ROWS_AT_A_TIME == ROWS_AT_A_TIME - 1:
-            time.sleep(1e-4)  # the scheduler's thread may want the interpreter
-        rows.append(_lease_row(view, decodes))
-    return rows
-
-
-def _lease_row(view: LeaseView, decodes: Decodes) -> LeaseRow:
-    holders = []
-    for ledger_id, claims, releases in view.holders[:MAX_HOLDER_ROWS]:
-        pid, engine_id = decodes.get(ledger_id, (0, ""))
-        holders.append(HolderRow(pid, engine_id, max(0, claims - releases)))
-    return LeaseRow(
-        ticket=f"{view.slot:08x}-{view.generation:08x}",
-        state=view.state,
-        age_seconds=max(0.0, view.age_seconds),
-        num_tokens=view.num_tokens,
-        num_blocks=view.num_blocks,
-        references=1 + view.claims - view.releases,
-        claims=view.claims,
-        releases=view.releases,
-        holders=holders,
     )
 
 
@@ -189,16 +152,6 @@ def _peer_row(peer: Peer) -> PeerRow:
     )
 
 
-def fit(report: EngineReport) -> EngineReport:
-    """The report with as many rows as a frame takes; its totals stay what they are."""
-    while len(protocol.encode(report)) > MAX_FRAME_BYTES:
-        rows: dict[str, list[object]] = {name: getattr(report, name) for name in ("leases", "peers", "decodes")}
-        longest = max(rows, key=lambda name: len(msgspec.msgpack.encode(rows[name])))
-        shorter = rows[longest][: len(rows[longest]) // 2]
-        report = msgspec.structs.replace(report, **{longest: shorter})
-    return report
-
-
 def answer_for_worker(hello: InspectHello, engine_id: str, rank: int, memory: WorkerMemory) -> Answer:
     """A worker's report, or a refusal of another protocol version. Session thread."""
     layout = memory.layout
@@ -216,10 +169,4 @@ def answer_for_worker(hello: InspectHello, engine_id: str, rank: int, memory: Wo
         pages=memory.page_summary,
         mapped=mapped[:MAX_PEER_ROWS],
     )
-    return _refusal(hello) or Answer(report, keep_open=False)
-
-
-def _refusal(hello: InspectHello) -> Answer | None:
-    if hello.protocol == PROTOCOL_VERSION:
-        return None
-    return Answer(Refusal("protocol", str(hello.protocol), str(PROTOCOL_VERSION)), keep_open=False)
+    return refusal(hello) or Answer(report, keep_open=False)
