@@ -3,7 +3,10 @@
 Layout map (dependencies point down, see ``docs/how-it-works.md``)::
 
     plugin      registers the connector with vLLM; lazy, idempotent, never raises
+    bench/      the benchmarks behind ``vllm-mc2 bench``
     connector/  the only importer of vllm: facade, scheduler halves, worker half, compat
+    tensors/    MC2Communicator, KVCacheManager, KVCacheMapper: the same without vllm, on torch tensors
+    reporting   what leases look like to ``vllm-mc2 inspect``
     session     sessions with peers: listener thread, handshake, death watch
     channel     Unix sockets, frames, descriptors
     leases      index table and ledgers (native) as Python objects
@@ -17,10 +20,26 @@ Importing this package imports neither vllm nor torch nor the native module.
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_mc2.tensors import KVCacheManager as KVCacheManager
+    from vllm_mc2.tensors import KVCacheMapper as KVCacheMapper
+    from vllm_mc2.tensors import MC2Communicator as MC2Communicator
 
 try:
     __version__ = version("vllm-mc2")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = ["__version__"]
+__all__ = ["KVCacheManager", "KVCacheMapper", "MC2Communicator", "__version__"]
+_TENSOR_API = frozenset(__all__) - {"__version__"}
+
+
+def __getattr__(name: str) -> object:
+    """The tensor API, imported when it is asked for: it needs torch."""
+    if name in _TENSOR_API:
+        from vllm_mc2 import tensors
+
+        return getattr(tensors, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -185,6 +185,14 @@ class Channel:
             raise PeerUnreachableError(error.errno or errno.ETIMEDOUT, f"{path.name}: {error}") from error
         return cls(sock)
 
+    @classmethod
+    def over_tcp(cls, sock: socket.socket) -> Self:
+        """The same frames over a TCP connection, whose other end may be anybody: no credentials, no descriptors."""
+        channel = cls.__new__(cls)
+        channel.sock = sock
+        channel.peer_pid = 0
+        return channel
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send one frame. Raises ``OSError`` when the other end is gone or does not take it in time."""
         frame = protocol.frame(message)
@@ -220,7 +228,7 @@ class Channel:
                 raise PeerUnreachableError(errno.ETIMEDOUT, "no answer in time")
             self.sock.settimeout(remaining)
             try:
-                chunk = _receive_some(self.sock, size - len(chunks), fds)
+                chunk = receive_some(self.sock, size - len(chunks), fds)
             except TimeoutError as error:
                 raise PeerUnreachableError(errno.ETIMEDOUT, "no answer in time") from error
             except OSError as error:
@@ -243,10 +251,10 @@ class Channel:
         self.close()
 
 
-def _receive_some(sock: socket.socket, size: int, fds: list[int]) -> bytes:
+def receive_some(sock: socket.socket, size: int, fds: list[int], flags: int = 0) -> bytes:
     """One ``recvmsg``; appends received descriptors. ``socket.recv_fds`` would hide a truncated list."""
     room = socket.CMSG_SPACE(MAX_FRAME_FDS * array.array("i").itemsize)
-    data, ancillary, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC | flags)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")

@@ -33,3 +33,23 @@ class PeerRefusedError(MC2Error):
 
 class PeerUnreachableError(MC2Error, OSError):
     """No session with the peer could be made: nobody listens, wrong owner, or no answer in time."""
+
+
+class UsageError(MC2Error):
+    """A call that this object, in its present state, cannot serve. The message says what to do instead."""
+
+
+class OrphanedKVError(MC2Error):
+    """The prefill that holds a request's KV cache was gone before the cache was mapped: compute it anew."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id!r}: its prefill is gone, its KV cache must be computed anew")
+        self.request_id = request_id
+
+
+class ExpiredKVError(MC2Error):
+    """A request's lease was over before the cache was mapped (its offer timeout): compute it anew, or ask again."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request {request_id!r}: its lease is over, its KV cache must be computed anew")
+        self.request_id = request_id

@@ -114,6 +114,18 @@ class AddressPlan(msgspec.Struct, frozen=True, kw_only=True):
         return region.offset_bytes + block_id * region.block_bytes
 
 
+def mirror_plan(layout: PoolLayout) -> AddressPlan:
+    """An address range with no blocks of its own, in which one peer's pool lies as it does at home, from block 0 on.
+
+    Raises:
+        LayoutError: the layout is not valid.
+    """
+    layout.check()
+    return AddressPlan(
+        num_local=0, num_total=layout.num_blocks, granularity=1, regions=layout.regions, range_bytes=layout.pool_bytes
+    )
+
+
 DEFAULT_WINDOW_FACTOR = 8
 DEFAULT_WINDOW_BYTES = 256 << 30
 """Room for a peer whose pool is many times larger than a small decode's. Costs nothing until it is mapped."""

@@ -14,7 +14,9 @@ from vllm_mc2.layout import AddressPlan, PoolLayout, align_up
 
 
 class WorkerMemory:
-    """``shared``: the pool is a memfd that peers can map (prefill); otherwise plain private memory (decode only)."""
+    """``shared``: the pool is a memfd that peers can map (prefill); otherwise plain private memory (decode only). A plan
+    without local blocks (:func:`~vllm_mc2.layout.mirror_plan`) has windows only.
+    """
 
     def __init__(self, plan: AddressPlan, *, shared: bool, huge_pages: Literal["auto", "off", "require"]) -> None:
         """Allocate and map everything local.
@@ -29,6 +31,8 @@ class WorkerMemory:
         self._pool: Pool | None = None
         self._peers: dict[int, PoolLayout] = {}
         local = list(zip(plan.regions, self.layout.regions, strict=True))
+        if not plan.num_local:
+            return
         if not shared:
             for in_range, in_pool in local:
                 self._range.map_anonymous(in_range.offset_bytes, self.layout.region_bytes(in_pool))

@@ -12,6 +12,10 @@ connection stays open in silence: its end tells either side that the other is go
                      <-                     PoolGrant(layout) + [pool fd]                    or   Refusal
     decode scheduler -> its own worker      RetirePool(base)
                      <-                     Done                                             or   Refusal
+    MC2Communicator, by TCP, prefill -> decode   Introduction
+                     <-                     Done                                             or   Refusal
+    MC2Communicator, decode -> prefill      TensorHello
+                     <-                     TensorWelcome + [index table fd, ledger fd, mail fd]  or   Refusal
     vllm-mc2 inspect -> any of the four     InspectHello
                      <-                     EngineReport (schedulers) or WorkerReport        or   Refusal
 
@@ -31,7 +35,7 @@ from vllm_mc2.errors import ProtocolError, TicketError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
 """Larger than the layout of the deepest models (4096 regions), small enough to buffer for every connection."""
 
@@ -94,6 +98,30 @@ class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):
     """What was asked for has been done."""
 
 
+class Introduction(msgspec.Struct, frozen=True, tag="introduction", forbid_unknown_fields=True):
+    """The tensor API's prefill tells a decode, over TCP, where on their common host it listens. All else is local."""
+
+    protocol: int
+    host_id: Hex32
+    """Equal on both sides when they run on one host."""
+    incarnation: Hex32
+    local_rank: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+class TensorHello(msgspec.Struct, frozen=True, tag="tensor_hello", forbid_unknown_fields=True):
+    """The tensor API's decode asks the prefill that has introduced itself for a session."""
+
+    protocol: int
+    incarnation: Hex32
+    local_rank: Annotated[int, Meta(ge=0, lt=65536)]
+
+
+class TensorWelcome(msgspec.Struct, frozen=True, tag="tensor_welcome", forbid_unknown_fields=True):
+    """Comes with three descriptors: the index table, the ledger, and the socket on which prefill's mail arrives
+    (``tensors/messages.py``).
+    """
+
+
 class InspectHello(msgspec.Struct, frozen=True, tag="inspect_hello", forbid_unknown_fields=True):
     """An onlooker asks for a report. It gets no descriptor and no session, and leaves no trace."""
 
@@ -114,6 +142,9 @@ Message = (
     | WorkerHello
     | PoolGrant
     | RetirePool
+    | Introduction
+    | TensorHello
+    | TensorWelcome
     | Done
     | InspectHello
     | EngineReport

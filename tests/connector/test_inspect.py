@@ -240,7 +240,7 @@ def test_another_protocol_version_is_refused(pair: Pair, directory: Path) -> Non
         findings = look(directory)
     assert findings.engines == [] and findings.workers == []
     assert len(findings.unanswered) == 4
-    assert {each.reason for each in findings.unanswered} == {"refused: protocol is 1 there, 99 here"}
+    assert {each.reason for each in findings.unanswered} == {"refused: protocol is 2 there, 99 here"}
 
 
 def test_the_command_in_its_own_process(pair: Pair, directory: Path) -> None:

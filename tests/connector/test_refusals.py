@@ -34,7 +34,7 @@ def change(key: str, value: Any = None) -> Callable[[dict[str, Any]], None]:
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "missing": (lambda params: params.pop("mc2_ticket"), "bad_ticket"),
     "not a struct": (lambda params: params.update(mc2_ticket="x" * 1000), "bad_ticket"),
-    "of another version": (change("version", 2), "bad_ticket"),
+    "of another version": (change("version", 1), "bad_ticket"),
     "with block ids": (change("blocks", [1, 2, 3]), "bad_ticket"),
     "path as incarnation": (change("incarnation", "../../../../../../etc/passwd"), "bad_ticket"),
     "of another engine": (change("incarnation"), "peer_unreachable"),

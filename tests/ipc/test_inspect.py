@@ -110,7 +110,7 @@ def test_stale_silent_and_strange_listeners_hold_nobody_up(
     monkeypatch.setattr(inspect, "ANSWER_SECONDS", 0.4)
     serve("0", engine_report())
     serve("1", Refusal("protocol", "1", "2"))
-    serve("2", InspectHello(1))
+    serve("2", InspectHello(protocol.PROTOCOL_VERSION))
     bind(directory, "3").close()  # stale
     (directory / "notes.txt").touch()
     (directory / f"{'4' * 16}.sock").touch()  # not a socket
@@ -173,7 +173,7 @@ def test_a_stopped_onlooker_does_not_hold_up_the_session_thread(serve: Serve, di
     """The largest answers are longer than what the kernel buffers."""
     leases = [msgspec.structs.replace(LEASE, holders=LEASE.holders * 12)] * 1000
     report = engine_report(num_leases=1000, leases=leases)
-    hello = protocol.frame(InspectHello(1))
+    hello = protocol.frame(InspectHello(protocol.PROTOCOL_VERSION))
     assert 400_000 < len(protocol.frame(report)) < protocol.MAX_FRAME_BYTES
     server = serve("1", report)
     stopped = []

@@ -84,7 +84,7 @@ def _with(**changes: object) -> object:
     "raw",
     [
         None, 0, "x", [], {}, {"version": 1},
-        _with(version=2), _with(version="1"), _with(slot="-0000001"), _with(slot=3), _with(slot="3" * 9),
+        _with(version=1), _with(version="1"), _with(slot="-0000001"), _with(slot=3), _with(slot="3" * 9),
         _with(slot="0000000G"), _with(token="A" * 32), _with(token="a" * 31), _with(token="a" * 32 + "\n"),
         _with(incarnation="../../../../etc/passwd"), _with(incarnation="c" * 31 + "/"), _with(blocks=[1, 2, 3]),
         _with(generation=None), _with(version=2**70),
