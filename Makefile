@@ -4,11 +4,11 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp')
-CHECKS := fmt lint types native unit connector chaos-short e2e
+CHECKS := fmt lint types native unit connector bench-code chaos-short e2e
 ROUNDS ?= 1000
 SEED ?=
 
-.PHONY: setup demo test chaos chaos-mutants bench-native clean $(CHECKS)
+.PHONY: setup demo test chaos chaos-mutants bench-native bench-handoff bench-serve clean $(CHECKS)
 
 # Takes no time when nothing it depends on has changed.
 setup:
@@ -47,7 +47,11 @@ native:
 	$(PYTEST) tests/native
 
 unit:
-	$(PYTEST) tests/unit tests/ipc tests/proxy tests/packaging
+	$(PYTEST) tests/unit tests/ipc tests/tensors tests/proxy tests/packaging
+
+# The benchmarks' own code; what they measure is nobody's test.
+bench-code:
+	$(PYTEST) tests/bench
 
 connector:
 	$(PYTEST) tests/connector
@@ -79,3 +83,15 @@ bench-native: setup
 	@mkdir -p build/logs
 	@cmake --preset tests > build/logs/cmake-tests.log && cmake --build --preset tests
 	@build/tests/csrc/tests/native_bench
+
+# Hand-overs of 16 MiB to 8 GiB beside everything that copies; QUICK=1 takes a minute.
+bench-handoff: setup
+	@mkdir -p build/bench
+	@$(BIN)/vllm-mc2 bench handoff --json build/bench/handoff.json --output-dir build/bench $(if $(QUICK),--quick)
+
+# Real servers, about half an hour. Their busy waiting is tamed as in the demo, for every system alike.
+bench-serve: export PYTHONPATH := $(CURDIR)/examples/setup/quiet:$(PYTHONPATH)
+bench-serve: setup
+	@mkdir -p build/bench
+	@$(BIN)/vllm-mc2 bench serve --fat --fat-lengths 1024,2048,4096 --model build/models/smollm2-135m-instruct \
+		--lengths 256,1024 --json build/bench/serve.json --output-dir build/bench $(if $(QUICK),--quick)

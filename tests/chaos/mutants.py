@@ -29,7 +29,7 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "decode releases a lease while a block of it is still read": Mutant(
         "connector/borrowed.py",
-        "                borrowed.lingering.add(loan)\n                loan.lingering.add(block_id)\n",
+        "                borrowed.lingering += (loan,)\n                loan.lingering.add(block_id)\n",
         "                pass\n",
     ),
     "decode releases before its blocks leave the prefix cache": Mutant(

@@ -47,12 +47,16 @@ def test_the_contract_holds_for_the_installed_vllm() -> None:
 
 
 def test_the_contract_check_sees_a_missing_or_changed_method() -> None:
-    with mock.patch.object(compat.BlockPool, "_insert_block_hash", lambda self, block: None):
-        assert compat.check_contract() == [
-            "BlockPool._insert_block_hash('block_hash_with_group_id', 'block', 'num_tokens')"
-        ]
+    with mock.patch.object(compat.BlockPool, "_remove_cached_block_hashes", lambda self, block, group: None):
+        assert compat.check_contract() == ["BlockPool._remove_cached_block_hashes('block',)"]
+    with mock.patch.object(compat.KVCacheBlock, "set_block_hash", lambda self, block_hash: None):
+        assert compat.check_contract() == ["set_block_hash('block_hash', 'num_tokens')"]
+    with mock.patch.object(compat, "make_block_hash_with_group_id", lambda block_hash, group: (block_hash, group)):
+        assert compat.check_contract() == ["make_block_hash_with_group_id"]
     with mock.patch.object(compat, "BlockPool", object):
-        assert len(compat.check_contract()) == 5
+        assert len(compat.check_contract()) == 4
+    with mock.patch.object(compat.block_pool, "BlockHashToBlockMap", object):
+        assert len(compat.check_contract()) == 2
 
 
 def test_no_lease_slot_left_means_no_ticket(make_engine: MakeEngine) -> None:

@@ -43,14 +43,14 @@ class Loan:
 
 
 class _Borrowed:
-    """A borrowed block and the loans that keep it."""
+    """A borrowed block and the loans that keep it: hardly ever more than one, so tuples, which blocks can share."""
 
     __slots__ = ("block", "lingering", "owners")
 
-    def __init__(self, block: KVCacheBlock) -> None:
+    def __init__(self, block: KVCacheBlock, owners: "tuple[Loan, ...]") -> None:
         self.block = block
-        self.owners: set[Loan] = set()
-        self.lingering: set[Loan] = set()
+        self.owners = owners
+        self.lingering: tuple[Loan, ...] = ()
 
 
 class BorrowedBlocks:
@@ -60,12 +60,13 @@ class BorrowedBlocks:
         self._pool = block_pool
         self._block_size = block_size
         self._release = release
+        self._make_block = compat.block_maker(BIAS, self)
         self._borrowed: dict[int, _Borrowed] = {}
 
     def __len__(self) -> int:
         return len(self._borrowed)
 
-    def attach(self, loan: Loan, block_hashes: Sequence[object]) -> bool:
+    def attach(self, loan: Loan, block_hashes: Sequence[bytes]) -> bool:
         """Make the loan's blocks hits for ``block_hashes`` (one per full block, from the first).
 
         A position that is cached already keeps its block. Calling it again restores what has left the cache.
@@ -73,19 +74,24 @@ class BorrowedBlocks:
         Returns:
             False when a block already stands for another prefix, which two honest tickets never cause.
         """
-        for position, block_hash in enumerate(block_hashes):
-            block_id = loan.block_ids[position]
-            found = compat.cached_block(self._pool, block_hash)
+        # Runs in the scheduler's step, for thousands of blocks: what can be had outside the loop is.
+        known, owned, only_this = self._borrowed, loan.owned, (loan,)
+        cache, num_tokens = compat.PrefixCache(self._pool), 0
+        find, key_suffix, make_block = cache.find, cache.key_suffix, self._make_block
+        for block_id, block_hash in zip(loan.block_ids, block_hashes, strict=False):
+            num_tokens += self._block_size
+            key = block_hash + key_suffix
+            found = find(key)
             if found is not None and found.block_id != block_id:
                 continue
-            borrowed = self._borrowed.get(block_id)
+            borrowed = known.get(block_id)
             if borrowed is None:
-                borrowed = self._borrowed[block_id] = _Borrowed(compat.make_block(block_id, BIAS, self))
-            num_tokens = (position + 1) * self._block_size
-            if found is None and not compat.enter_prefix_cache(self._pool, borrowed.block, block_hash, num_tokens):
+                borrowed = known[block_id] = _Borrowed(make_block(block_id), only_this)
+            if found is None and not cache.enter(borrowed.block, key, num_tokens):
                 return False
-            borrowed.owners.add(loan)
-            loan.owned.add(block_id)
+            if loan not in borrowed.owners:
+                borrowed.owners += only_this
+            owned.add(block_id)
         return True
 
     def end(self, loan: Loan) -> None:
@@ -93,14 +99,14 @@ class BorrowedBlocks:
         loan.is_over = True
         for block_id in loan.owned:
             borrowed = self._borrowed[block_id]
-            borrowed.owners.discard(loan)
+            borrowed.owners = tuple(owner for owner in borrowed.owners if owner is not loan)
             if borrowed.owners:
                 continue  # the other owner's lease keeps the block where it is
             compat.leave_prefix_cache(self._pool, borrowed.block)
             if borrowed.block.ref_cnt == BIAS:
                 self._forget(borrowed)
             else:
-                borrowed.lingering.add(loan)
+                borrowed.lingering += (loan,)
                 loan.lingering.add(block_id)
         loan.owned.clear()
         if not loan.lingering:
@@ -128,4 +134,4 @@ class BorrowedBlocks:
             loan.lingering.discard(borrowed.block.block_id)
             if not loan.lingering:
                 self._release(loan)
-        borrowed.lingering.clear()
+        borrowed.lingering = ()
