@@ -1,12 +1,15 @@
 """The command ``vllm-mc2``. A subcommand's code is imported when it runs, so that ``--help`` costs nothing.
 
-Exit codes: 0 something was found or done, 1 nobody is there, 2 wrong usage, 3 the socket directory cannot be used.
+Exit codes: 0 something was found or done, 1 nobody is there or nothing could be measured, 2 wrong usage, 3 the socket
+directory cannot be used.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+
+from vllm_mc2.cli.bench import add_parser as add_bench
 
 MIN_WATCH_SECONDS = 0.1
 MAX_WATCH_SECONDS = 3600.0
@@ -82,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help="leases to show per engine, the oldest first (default 20)",
     )
     inspect.set_defaults(run=_run_inspect)
+    add_bench(commands)
     return parser
 
 
