@@ -200,9 +200,7 @@ class LeaseReader:
         """
     def claim(self, slot: int, generation: int) -> Literal["held", "pending", "dead"]:
         """Claim the lease once more. `pending`: prefill is just deciding, ask `poll`."""
-    def take(
-        self, slot: int, generation: int, token: bytes
-    ) -> tuple[Literal["held", "pending", "dead"], int] | None:
+    def take(self, slot: int, generation: int, token: bytes) -> tuple[Literal["held", "pending", "dead"], int] | None:
         """`peek`, comparison of the token, and `claim` in one call: the verdict and `num_tokens`. None, and nothing is
         written, when there is no such live lease or the token is another.
         """

@@ -54,6 +54,7 @@ class MC2Communicator:
         offer_timeout_seconds: float = 60.0,
         num_lease_slots: int = 1024,
         prefault: bool = True,
+        busy_poll_seconds: float = 50e-6,
     ) -> None:
         """Prefill connects here, and returns when decode has accepted it; decode listens, and returns at once.
 
@@ -70,6 +71,8 @@ class MC2Communicator:
             offer_timeout_seconds: prefill: how long a request that decode does not map keeps its blocks.
             num_lease_slots: prefill: requests that can be handed over and not yet released at once.
             prefault: decode: fill in the page tables of a new pool in the background.
+            busy_poll_seconds: decode: how long ``recv_kv_metadata`` keeps looking before it sleeps. Waking up a sleeper costs
+                several hand-overs, on a virtual machine ten; looking costs a core.
 
         Raises:
             ConfigError: an argument is wrong; the message names it.
@@ -82,6 +85,12 @@ class MC2Communicator:
         for name, seconds in (("timeout_seconds", timeout_seconds), ("offer_timeout_seconds", offer_timeout_seconds)):
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= 86400:
                 raise ConfigError(f"{name} = {seconds!r}: expected a number above 0 and up to 86400")
+        if (
+            isinstance(busy_poll_seconds, bool)
+            or not isinstance(busy_poll_seconds, (int, float))
+            or not 0 <= busy_poll_seconds <= 60
+        ):
+            raise ConfigError(f"busy_poll_seconds = {busy_poll_seconds!r}: expected a number from 0 to 60")
         for name, text in (("peer_addr", peer_addr), ("listen_addr", listen_addr), ("socket_dir", socket_dir)):
             if text is not None and not (isinstance(text, str) and text):
                 raise ConfigError(f"{name} = {text!r}: expected a text")
@@ -104,13 +113,13 @@ class MC2Communicator:
         self._sender: Sender | None = None
         directory = MC2Config(socket_dir=socket_dir).resolve_socket_dir()
         if listen_port is not None:
-            self._listen(directory, listen_addr, listen_port, prefault)
+            _check_number("listen_port", listen_port, 0, 65535)
+            self._receiver = Receiver(
+                directory, local_rank, listen_addr or "127.0.0.1", listen_port,
+                prefault=prefault, busy_poll_seconds=busy_poll_seconds,
+            )  # fmt: skip
             return
         self._connect(directory, peer_addr, peer_port, timeout_seconds, offer_timeout_seconds, num_lease_slots)
-
-    def _listen(self, directory: Path, address: str | None, port: int, prefault: bool) -> None:
-        _check_number("listen_port", port, 0, 65535)
-        self._receiver = Receiver(directory, self.local_rank, address or "127.0.0.1", port, prefault=prefault)
 
     def _connect(
         self, directory: Path, address: str | None, port: int | None, timeout: float, offer_timeout: float, slots: int

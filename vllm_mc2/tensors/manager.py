@@ -103,7 +103,7 @@ class LayerTable:
         )
         made = self.allocate(layer, [(part, tensor.shape, tensor.dtype) for part, tensor in tensors], huge_pages)
         for (_, tensor), shared in zip(tensors, made, strict=True):
-            shared.copy_(tensor)
+            shared.copy_(tensor.detach())
             self._copies[int(tensor.data_ptr())] = _Copy(tensor, shared, self._pools[-1])
             self.num_copies += 1
 
@@ -111,13 +111,13 @@ class LayerTable:
         copy = self._copies.get(int(tensor.data_ptr()))
         if copy is None or not _same_view(copy.original, tensor):
             return tensor
-        if not torch.equal(copy.shared.view(torch.uint8), tensor.contiguous().view(torch.uint8)):
+        if not torch.equal(_bytes(copy.shared), _bytes(tensor)):
             # Written to since: what is handed over must be what the caller sees.
             if REGISTRY.is_lent(copy.pool):
                 raise LayoutError(
                     f"layer {layer} has changed since it was copied into shared memory, and the copy is lent"
                 )
-            copy.shared.copy_(tensor)
+            copy.shared.copy_(tensor.detach())
             self.num_copies += 1
         return copy.shared
 
@@ -153,6 +153,12 @@ def _stacklevel_outside() -> int:
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("vllm_mc2."):
         frame, level = frame.f_back, level + 1
     return max(1, level)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's content, in which also what is not a number equals itself."""
+    # Not view(): a contiguous tensor may have any stride in a dimension of 1, which view(dtype) refuses.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

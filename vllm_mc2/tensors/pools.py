@@ -56,12 +56,19 @@ def check_tensor(tensor: torch.Tensor, what: str) -> None:
     dtype_name(tensor.dtype)
 
 
+def as_bytes(memory: WorkerMemory) -> torch.Tensor:
+    """All of it as a uint8 tensor, and an ordinary one: also where inference mode is on, and would mark it for good."""
+    with torch.inference_mode(False):
+        return torch.frombuffer(memory.buffer(), dtype=torch.uint8)
+
+
 def view_in(
     base: torch.Tensor, offset_bytes: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """A tensor over ``base``, the uint8 view of a pool; the caller has checked that it fits."""
-    typed = base.view(dtype)
-    return typed.as_strided(tuple(shape), tuple(strides), offset_bytes // typed.element_size())
+    with torch.inference_mode(False):  # see as_bytes()
+        typed = base.view(dtype)
+        return typed.as_strided(tuple(shape), tuple(strides), offset_bytes // typed.element_size())
 
 
 class SharedPool:
@@ -75,7 +82,7 @@ class SharedPool:
         """
         self.pool_id = pool_id
         self._memory = WorkerMemory(make_plan(list(sizes), 1, 0.0), shared=True, huge_pages=huge_pages)
-        self._base = torch.frombuffer(self._memory.buffer(), dtype=torch.uint8)
+        self._base = as_bytes(self._memory)
 
     @property
     def layout(self) -> PoolLayout:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -33,14 +34,11 @@ from vllm_mc2.tensors.messages import (
     decode,
     unpack_ticket,
 )
-from vllm_mc2.tensors.pools import DTYPES, view_in
+from vllm_mc2.tensors.pools import DTYPES, as_bytes, view_in
 
 logger = logging.getLogger("vllm.mc2.tensors")
 
 READ_BYTES = 1 << 16
-SPIN_SECONDS = 50e-6
-"""After a request, the next one is looked for this long before sleeping: waking up costs more than a hand-over."""
-
 _LENGTH = struct.Struct("<I")
 
 
@@ -63,7 +61,7 @@ class RemotePool:
         self._memory = WorkerMemory(mirror_plan(notice.layout), shared=False, huge_pages="off")
         self._memory.map_peer(0, notice.layout, fd)
         self.num_bytes = notice.layout.pool_bytes
-        self._base = torch.frombuffer(self._memory.buffer(), dtype=torch.uint8)
+        self._base = as_bytes(self._memory)
         self._prefault: threading.Thread | None = None
         if prefault:
             self._prefault = threading.Thread(target=self._memory.prefault_peer, args=(0,), daemon=True)
@@ -238,7 +236,9 @@ class Prefill:
 class Receiver:
     """One decode with any number of prefills. One thread at a time."""
 
-    def __init__(self, directory: Path, local_rank: int, address: str, port: int, *, prefault: bool) -> None:
+    def __init__(
+        self, directory: Path, local_rank: int, address: str, port: int, *, prefault: bool, busy_poll_seconds: float
+    ) -> None:
         """Listens from here on; :meth:`accept` takes prefills in."""
         prepare_socket_dir(directory)
         self._directory = directory
@@ -251,7 +251,7 @@ class Receiver:
         self._has_met = False
         self._inbox: collections.deque[RemoteKV] = collections.deque()
         self._poll = select.poll()
-        self._spin_until = 0.0
+        self._busy_poll_seconds = busy_poll_seconds
 
     def accept(self, timeout_seconds: float) -> str:
         """Wait for a prefill; its incarnation, 32 hex digits. See :meth:`MC2Communicator.accept`."""
@@ -289,23 +289,23 @@ class Receiver:
         inbox = self._inbox
         if inbox:
             return inbox.popleft()
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        begin = time.monotonic()
+        deadline = math.inf if timeout_seconds is None else begin + timeout_seconds
+        sleep_at = min(begin + self._busy_poll_seconds, deadline)
         while True:
             for prefill in self._prefills:
                 self._read(prefill)
             if inbox:
-                self._spin_until = time.monotonic() + SPIN_SECONDS
                 return inbox.popleft()
             if not self._prefills:
                 raise PeerUnreachableError("no prefill is connected, and nothing it sent is left")
             now = time.monotonic()
-            if now < self._spin_until:
+            if now < sleep_at:
                 continue
-            remaining = None if deadline is None else deadline - now
-            if remaining is not None and remaining <= 0:
+            if now >= deadline:
                 raise TimeoutError(f"no KV metadata in {timeout_seconds} s")
             # poll(2) counts in milliseconds; rounded up, so that it is not called again for the rest of one.
-            self._poll.poll(None if remaining is None else int(min(remaining, 3600.0) * 1000) + 1)
+            self._poll.poll(None if deadline == math.inf else int(min(deadline - now, 3600.0) * 1000) + 1)
             for prefill in self._prefills:
                 if prefill.is_gone():
                     # Its mail may not have ended: a forked child of it keeps the other end.
