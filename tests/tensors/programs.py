@@ -117,6 +117,8 @@ def decode(talk: Connection, directory: str) -> None:
                     mapped.append(mapper.map_remote_kv(mc2.recv_kv_metadata(WATCHDOG_SECONDS)))
                     mc2.wait_prefaulted(WATCHDOG_SECONDS)
                     talk.send(mapped[-1].request_id)
+                case "receive", *_:
+                    talk.send(mc2.recv_kv_metadata(WATCHDOG_SECONDS).request_id)
                 case "digest", *_:
                     talk.send(digest(mapped[-1].layers[0]))
                 case "write", *_:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +156,26 @@ def test_a_prefill_that_is_stopped(spawn: Spawn, directory: Path) -> None:
         assert prefill.ask("reap", 1) == [("r", "released")]
         prefill.kill()
     assert sweep_stale_sockets(directory) == 1
+
+
+def test_the_last_words_of_a_prefill(spawn: Spawn, directory: Path) -> None:
+    """Decode sleeps, and when it wakes up there are a request and the end of its sender, at once."""
+    decode, prefill = start_decode(spawn, directory)
+    manager = KVCacheManager(prefill)
+    manager.allocate(0, SHAPE, torch.float16)
+    prefill.send_kv_metadata("first", [1])
+    assert decode.ask("receive") == "first"
+    assert decode.talk is not None
+    decode.talk.send(("receive",))
+    time.sleep(0.1)
+    os.kill(decode.pid, signal.SIGSTOP)
+    prefill.send_kv_metadata("last", [1])
+    prefill.close()
+    os.kill(decode.pid, signal.SIGCONT)
+    assert decode.hear() == "last"
+    decode.talk.send(("stop",))
+    assert decode.exit_code() == 0
+    manager.close()
 
 
 def test_one_of_two_prefills_is_killed(spawn: Spawn, directory: Path) -> None:

@@ -32,7 +32,8 @@ MIN_BYTES = SINGLES[0]
 RESERVE_BYTES = GIB
 """Left alone for everything else on the host."""
 
-WAYS = ("mc2", "mc2_sleep", "memcpy", "two_copy", "tcp", "nixl", "mooncake")
+SLEEPING_WAY = "mc2_sleep"
+WAYS = ("mc2", SLEEPING_WAY, "memcpy", "two_copy", "tcp", "nixl", "mooncake")
 PEER_WAYS = ("nixl", "mooncake")
 """Foreign libraries: in processes of their own, with a buffer of their own."""
 OUR_WAYS = WAYS[:2]

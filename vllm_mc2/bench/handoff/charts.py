@@ -28,8 +28,8 @@ def draw(report: Report, directory: Path) -> list[Path]:
     from matplotlib import pyplot as plt
 
     panels: list[tuple[str, str, list[Row]]] = [
-        ("One request", "KV bytes", [row for row in report.results if row.batch == 1]),
-        ("Requests of 64 MiB, one after the other", "requests", [row for row in report.results if _is_in_batch(row)]),
+        ("One request", "KV bytes", [row for row in report.rows if row.batch == 1]),
+        ("Requests of 64 MiB, one after the other", "requests", [row for row in report.rows if _is_in_batch(row)]),
     ]
     panels = [panel for panel in panels if panel[2]]
     figure, axes = plt.subplots(

@@ -162,8 +162,15 @@ class WayNotes(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """What ``--json`` writes."""
 
+    @property
+    def rows(self) -> list[Row]:
+        """All lines of all ways."""
+        return [*self.results, *self.sleeping]
+
     machine: dict[str, str | int | float]
     results: list[Row]
+    sleeping: list[Row]
+    """``mc2`` once more, with a receiver that has to be woken up: how long that takes is up to the host's scheduler."""
     requests: list[Requests]
     block_size_case: BlockSizes | None
     cold_us: dict[str, dict[str, Spread]]

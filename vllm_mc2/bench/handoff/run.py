@@ -15,7 +15,18 @@ import msgspec
 
 from vllm_mc2.bench import registration
 from vllm_mc2.bench.handoff import tables
-from vllm_mc2.bench.handoff.cases import GIB, MIB, OUR_WAYS, PEER_WAYS, Case, LeftOut, Plan, Stage, make_plan
+from vllm_mc2.bench.handoff.cases import (
+    GIB,
+    MIB,
+    OUR_WAYS,
+    PEER_WAYS,
+    SLEEPING_WAY,
+    Case,
+    LeftOut,
+    Plan,
+    Stage,
+    make_plan,
+)
 from vllm_mc2.bench.handoff.fleet import Fleet, WorkerError
 from vllm_mc2.bench.handoff.messages import Touch
 from vllm_mc2.bench.handoff.results import (
@@ -136,7 +147,8 @@ class Measurement:
         registered = self._measure_registration()
         return Report(
             machine=describe_machine(),
-            results=self._rows,
+            results=[row for row in self._rows if row.way != SLEEPING_WAY],
+            sleeping=[row for row in self._rows if row.way == SLEEPING_WAY],
             requests=self._requests,
             block_size_case=block_sizes,
             cold_us=self._cold(),

@@ -20,8 +20,8 @@ def render(report: Report) -> str:
     """The whole report."""
     sections = [
         _machine(report),
-        _times("KV handed over as one request", [row for row in report.results if row.batch == 1]),
-        _times("Batches of requests of 64 MiB, one after the other", [row for row in report.results if row.batch > 1]),
+        _times("KV handed over as one request", [row for row in report.rows if row.batch == 1]),
+        _times("Batches of requests of 64 MiB, one after the other", [row for row in report.rows if row.batch > 1]),
         _requests(report),
         _block_sizes(report),
         _first_touch(report),
