@@ -18,7 +18,7 @@ LeaseId = tuple[int, int]
 
 MAX_TABLE_BYTES = 64 << 20
 _SLOT_HEADER_BYTES = 128
-_ANY_BLOCK = (1 << 32) - 1
+_ANY_BLOCK = 1 << 32
 
 
 def affordable_slots(num_slots: int, max_blocks: int) -> int:
@@ -105,6 +105,12 @@ class LeaseBook(Generic[P]):
             EndedLease((slot, generation), reason, self._payloads.pop((slot, generation)))
             for slot, generation, reason in self._table.sweep()
         ]
+
+    def abandon(self) -> list[P]:
+        """The payloads of all leases, for those who know that nobody can claim or read any more; forgets them."""
+        payloads = list(self._payloads.values())
+        self._payloads.clear()
+        return payloads
 
     def add_ledger(self) -> tuple[int, int]:
         """``(ledger id, descriptor)`` for a new decode; the descriptor is borrowed."""

@@ -11,7 +11,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -256,12 +255,12 @@ nb::bytes bytes_of(const Array& array) {
     return nb::bytes(reinterpret_cast<const char*>(array.data()), array.size());
 }
 
-constexpr std::uint32_t kNoLimit = std::numeric_limits<std::uint32_t>::max();
+constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 32U;
 using PublishedId = std::optional<std::pair<std::uint32_t, std::uint32_t>>;
 
 PublishedId publish(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
                     std::uint64_t num_tokens, std::span<const std::uint32_t> block_ids,
-                    double timeout_seconds, std::uint32_t num_pool_blocks) {
+                    double timeout_seconds, std::uint64_t num_pool_blocks) {
     const auto id = self.publish({.token = array_of<mc2::lease::Token>("token", token),
                                   .digest = array_of<mc2::lease::Digest>("digest", digest),
                                   .num_tokens = num_tokens,
@@ -278,7 +277,7 @@ PublishedId publish(LeaseTable& self, const nb::bytes& token, const nb::bytes& d
 PublishedId publish_buffer(
     LeaseTable& self, const nb::bytes& token, const nb::bytes& digest, std::uint64_t num_tokens,
     const nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& block_ids,
-    double timeout_seconds, std::uint32_t num_pool_blocks) {
+    double timeout_seconds, std::uint64_t num_pool_blocks) {
     const auto* first = reinterpret_cast<const std::uint32_t*>(block_ids.data());
     return publish(self, token, digest, num_tokens, {first, block_ids.size()}, timeout_seconds,
                    num_pool_blocks);
@@ -293,7 +292,7 @@ struct IdSpan {
 
 PublishedId publish_span(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
                          std::uint64_t num_tokens, const IdSpan& block_ids, double timeout_seconds,
-                         std::uint32_t num_pool_blocks) {
+                         std::uint64_t num_pool_blocks) {
     const auto* first = reinterpret_cast<const std::uint32_t*>(block_ids.address);
     return publish(self, token, digest, num_tokens, {first, block_ids.num_ids}, timeout_seconds,
                    num_pool_blocks);
@@ -301,7 +300,7 @@ PublishedId publish_span(LeaseTable& self, const nb::bytes& token, const nb::byt
 
 PublishedId publish_list(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
                          std::uint64_t num_tokens, const std::vector<std::uint32_t>& block_ids,
-                         double timeout_seconds, std::uint32_t num_pool_blocks) {
+                         double timeout_seconds, std::uint64_t num_pool_blocks) {
     return publish(self, token, digest, num_tokens, block_ids, timeout_seconds, num_pool_blocks);
 }
 

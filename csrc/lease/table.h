@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -33,7 +32,7 @@ struct Offer {
     std::uint64_t num_tokens;
     std::span<const std::uint32_t> block_ids;
     std::chrono::duration<double> timeout;  // an offer that nobody claims ends after it
-    std::uint32_t num_pool_blocks = std::numeric_limits<std::uint32_t>::max();  // ids are below it
+    std::uint64_t num_pool_blocks = std::uint64_t{1} << 32U;  // ids are below it
 };
 
 struct EndedLease {

@@ -11,6 +11,7 @@ using mc2::lease::ClaimResult;
 using mc2::lease::EndedLease;
 using mc2::lease::LeaseId;
 using mc2::lease::LeaseTable;
+using mc2::lease::Offer;
 using mc2::lease::SlotState;
 using mc2::lease::TestAccess;
 using mc2::lease::Verdict;
@@ -46,6 +47,38 @@ MC2_TEST(publish_peek_claim_blocks_release) {
     CHECK_EQ(table.num_active(), 0U);
     CHECK(!claimant.peek(id.slot, id.generation));
     CHECK(decode.claim(id) == ClaimResult::kDead);
+}
+
+MC2_TEST(a_block_table_is_in_the_readers_terms_or_none_at_all) {
+    LeaseTable table(4, 8);
+    Decode decode(table);
+    const auto id = publish(table, kForever, {5, 0, 6}).value();
+    auto& claimant = decode.reader.claimant();
+    CHECK_THROWS(std::invalid_argument, claimant.block_table(id.slot, id.generation, 10, 7));
+    CHECK(decode.claim(id) == ClaimResult::kHeld);
+    CHECK(claimant.block_table(id.slot, id.generation, 10, 7) ==
+          (std::vector<std::int32_t>{15, 10, 16}));
+    CHECK_THROWS(std::invalid_argument, claimant.block_table(id.slot, id.generation, 10, 6));
+    CHECK_THROWS(std::invalid_argument,
+                 claimant.block_table(id.slot, id.generation, 2147483641, 7));
+    decode.release(id);
+    CHECK_THROWS(std::invalid_argument, claimant.block_table(id.slot, id.generation, 10, 7));
+}
+
+MC2_TEST(a_lease_over_blocks_that_the_pool_does_not_have_is_refused) {
+    LeaseTable table(4, 8);
+    const std::vector<std::uint32_t> ids{3, 7};
+    const auto offer = [&ids](std::uint64_t num_pool_blocks) {
+        return Offer{.token = mc2::test::token(7),
+                     .digest = mc2::test::digest(7),
+                     .num_tokens = 30,
+                     .block_ids = ids,
+                     .timeout = kForever,
+                     .num_pool_blocks = num_pool_blocks};
+    };
+    CHECK_THROWS(std::invalid_argument, table.publish(offer(7)));
+    CHECK_EQ(table.num_active(), 0U);
+    CHECK(table.publish(offer(8)).has_value());
 }
 
 MC2_TEST(a_view_shows_the_oldest_first_and_who_holds_them) {

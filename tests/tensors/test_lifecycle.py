@@ -126,9 +126,6 @@ def test_decode_ends(pair: Pair) -> None:
     assert pair.prefill.num_leases == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="LeaseBook cannot end offers that nobody can claim any more; they wait for their time"
-)
 def test_decode_ends_before_it_has_mapped(pair: Pair) -> None:
     """Nobody else can ever map it: as reap()'s docstring says, it ends with decode."""
     pair.layer()

@@ -82,44 +82,28 @@ class MC2Communicator:
         device = _check_device(device, npu_device)
         _check_number("local_rank", local_rank, 0, 65535)
         _check_number("num_lease_slots", num_lease_slots, 1, 65536)
-        for name, seconds in (("timeout_seconds", timeout_seconds), ("offer_timeout_seconds", offer_timeout_seconds)):
-            if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= 86400:
-                raise ConfigError(f"{name} = {seconds!r}: expected a number above 0 and up to 86400")
-        if (
-            isinstance(busy_poll_seconds, bool)
-            or not isinstance(busy_poll_seconds, (int, float))
-            or not 0 <= busy_poll_seconds <= 60
-        ):
-            raise ConfigError(f"busy_poll_seconds = {busy_poll_seconds!r}: expected a number from 0 to 60")
-        for name, text in (("peer_addr", peer_addr), ("listen_addr", listen_addr), ("socket_dir", socket_dir)):
-            if text is not None and not (isinstance(text, str) and text):
-                raise ConfigError(f"{name} = {text!r}: expected a text")
-        if (peer_port is None) == (listen_port is None):
-            raise ConfigError(
-                f"peer_port = {peer_port!r}, listen_port = {listen_port!r}: expected one of them, peer_addr and peer_port on"
-                " prefill, listen_addr and listen_port on decode"
-            )
-        stray = ("listen_addr", listen_addr) if listen_port is None else ("peer_addr", peer_addr)
-        if stray[1] is not None:
-            other = "peer_port" if listen_port is None else "listen_port"
-            raise ConfigError(f"{stray[0]} = {stray[1]!r}: expected nothing here beside {other}")
+        _check_seconds(timeout_seconds, offer_timeout_seconds, busy_poll_seconds)
+        _check_texts(peer_addr=peer_addr, listen_addr=listen_addr, socket_dir=socket_dir)
+        _check_side(peer_addr, peer_port, listen_addr, listen_port)
         self.local_rank = local_rank
         self.device = device
         self.layers = LayerTable()
         """What ``KVCacheManager(mc2)`` manages."""
-        self._known_layouts: dict[tuple[LayerTable, int], Layout] = {}
+        self._known_layouts: dict[tuple[LayerTable, int, bool], Layout] = {}
         self._role: Literal["prefill", "decode"] = "prefill" if listen_port is None else "decode"
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         directory = MC2Config(socket_dir=socket_dir).resolve_socket_dir()
         if listen_port is not None:
-            _check_number("listen_port", listen_port, 0, 65535)
-            self._receiver = Receiver(
-                directory, local_rank, listen_addr or "127.0.0.1", listen_port,
-                prefault=prefault, busy_poll_seconds=busy_poll_seconds,
-            )  # fmt: skip
+            self._listen(directory, listen_addr or "127.0.0.1", listen_port, prefault, busy_poll_seconds)
             return
         self._connect(directory, peer_addr, peer_port, timeout_seconds, offer_timeout_seconds, num_lease_slots)
+
+    def _listen(self, directory: Path, address: str, port: int, prefault: bool, busy_poll_seconds: float) -> None:
+        _check_number("listen_port", port, 0, 65535)
+        self._receiver = Receiver(
+            directory, self.local_rank, address, port, prefault=prefault, busy_poll_seconds=busy_poll_seconds
+        )
 
     def _connect(
         self, directory: Path, address: str | None, port: int | None, timeout: float, offer_timeout: float, slots: int
@@ -173,11 +157,12 @@ class MC2Communicator:
         *,
         num_tokens: int = 0,
     ) -> SentKV:
-        """Offer a request's KV cache to decode; a few dozen bytes go there, whatever its size. About ten microseconds.
+        """Offer a request's KV cache to decode; a few dozen bytes go there, whatever its size.
 
-        Three forms::
+        Four forms; the first two take some ten microseconds, in the others tensors are looked up each time::
 
             send_kv_metadata("req-1", [4, 9, 2])    blocks of the registered paged layers
+            send_kv_metadata("req-1")               all of the registered layers, contiguous
             send_kv_metadata("req-1", kv_cache)     a contiguous cache: a tensor, or layers as a dict or list of (key, value)
             send_kv_metadata(kv_cache)              the same, with a request id made for it
 
@@ -219,24 +204,37 @@ class MC2Communicator:
 
     def _paged_layout(self, sender: Sender) -> Layout:
         table = self._table()
-        layout = self._known_layouts.get((table, table.version))
+        key = (table, table.version, True)
+        layout = self._known_layouts.get(key)
         if layout is None:
             with table.lock:
-                version, specs = table.version, table.specs(table.layers)
+                key, specs = (table, table.version, True), table.specs(table.layers)
             sizes = {spec.shape[0] for spec in specs}
             if len(sizes) != 1:
                 raise LayoutError(f"a block table needs layers of one number of blocks, these have {sorted(sizes)}")
             layout = sender.layout(specs, sizes.pop())
-            self._known_layouts = {(table, version): layout}
+            self._remember(key, layout)
         return layout
 
     def _contiguous_layout(self, sender: Sender, kv_cache: "Blocks | KVCache | None") -> Layout:
-        if kv_cache is None:
-            table = self._table()
-            return sender.layout(table.specs(table.layers), 0)
-        table = self.layers if self.layers.layers else PROCESS_TABLE
-        layers = {layer: table.shared(layer, kv, "auto") for layer, kv in _layers_of(kv_cache).items()}
-        return sender.layout(table.specs(layers), 0)
+        if kv_cache is not None:
+            table = self.layers if self.layers.layers else PROCESS_TABLE
+            layers = {layer: table.shared(layer, kv, "auto") for layer, kv in _layers_of(kv_cache).items()}
+            return sender.layout(table.specs(layers), 0)
+        table = self._table()
+        key = (table, table.version, False)
+        layout = self._known_layouts.get(key)
+        if layout is None:
+            with table.lock:
+                key, specs = (table, table.version, False), table.specs(table.layers)
+            layout = sender.layout(specs, 0)
+            self._remember(key, layout)
+        return layout
+
+    def _remember(self, key: tuple[LayerTable, int, bool], layout: Layout) -> None:
+        """For as long as no layer changes."""
+        self._known_layouts = {old: kept for old, kept in self._known_layouts.items() if old[:2] == key[:2]}
+        self._known_layouts[key] = layout
 
     @property
     def num_leases(self) -> int:
@@ -323,6 +321,36 @@ def _check_device(device: str | None, npu_device: str | None) -> str:
 def _check_number(name: str, number: int | None, lowest: int, highest: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or not lowest <= number <= highest:
         raise ConfigError(f"{name} = {number!r}: expected a whole number from {lowest} to {highest}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_seconds(timeout: float, offer_timeout: float, busy_poll: float) -> None:
+    for name, seconds in (("timeout_seconds", timeout), ("offer_timeout_seconds", offer_timeout)):
+        if not _is_real(seconds) or not 0 < seconds <= 86400:
+            raise ConfigError(f"{name} = {seconds!r}: expected a number above 0 and up to 86400")
+    if not _is_real(busy_poll) or not 0 <= busy_poll <= 60:
+        raise ConfigError(f"busy_poll_seconds = {busy_poll!r}: expected a number from 0 to 60")
+
+
+def _check_texts(**texts: object) -> None:
+    for name, text in texts.items():
+        if text is not None and not (isinstance(text, str) and text):
+            raise ConfigError(f"{name} = {text!r}: expected a text")
+
+
+def _check_side(peer_addr: str | None, peer_port: int | None, listen_addr: str | None, listen_port: int | None) -> None:
+    if (peer_port is None) == (listen_port is None):
+        raise ConfigError(
+            f"peer_port = {peer_port!r}, listen_port = {listen_port!r}: expected one of them, peer_addr and peer_port on"
+            " prefill, listen_addr and listen_port on decode"
+        )
+    if listen_port is None and listen_addr is not None:
+        raise ConfigError(f"listen_addr = {listen_addr!r}: expected nothing here beside peer_port")
+    if peer_port is None and peer_addr is not None:
+        raise ConfigError(f"peer_addr = {peer_addr!r}: expected nothing here beside listen_port")
 
 
 def _is_kv_cache(value: Any) -> bool:

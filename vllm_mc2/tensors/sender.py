@@ -268,9 +268,15 @@ class Sender:
         return len(data)
 
     def _sweep(self) -> None:
-        for lease in self._book.sweep():
-            lease.payload.layout.num_leases -= 1
-            self._ended.append(EndedKV(lease.payload.request_id, lease.reason))
+        # Looked at first: what decode did before it went is in the ledger then.
+        is_peer_gone = self._is_peer_gone
+        ended = [(lease.payload, lease.reason) for lease in self._book.sweep()]
+        if is_peer_gone:
+            # A communicator has one decode, and nobody else can ever claim what it has not.
+            ended += [(payload, "peer_gone") for payload in self._book.abandon()]
+        for payload, reason in ended:
+            payload.layout.num_leases -= 1
+            self._ended.append(EndedKV(payload.request_id, reason))
 
     def reap(self) -> list[EndedKV]:
         """What has ended since the last call."""

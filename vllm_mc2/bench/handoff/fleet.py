@@ -97,16 +97,11 @@ class WorkerProcess:
         """Whether the process is gone."""
         return self._process.poll() is not None
 
-    def end(self, deadline: float) -> None:
-        """End it: at the end of its link if it is idle, killed at the deadline (monotonic) if not."""
+    def end(self) -> None:
+        """Kill it, stopped or not. It has nothing to tidy up: all that it holds goes with it."""
+        self._process.kill()
+        self._process.wait()
         self.link.close()
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGCONT)
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         os.close(self._log)
 
 
@@ -119,7 +114,7 @@ class Pair:
         try:
             self.receiver = WorkerProcess(f"{name}receiver", "receiver", other)
         except BaseException:
-            self.sender.end(time.monotonic())
+            self.sender.end()
             raise
         finally:
             one.close()
@@ -150,11 +145,8 @@ class Pair:
 
     def end(self) -> None:
         """End both."""
-        deadline = time.monotonic() + END_SECONDS
         for worker in self.workers:
-            worker.link.close()
-        for worker in self.workers:
-            worker.end(deadline)
+            worker.end()
 
 
 class Fleet:

@@ -14,7 +14,7 @@ from vllm_mc2.bench.handoff.cases import BLOCK_BYTES
 WORD_BYTES = 8
 _A = 0x9E3779B97F4A7C15 - (1 << 64)
 _B = 0xC2B2AE3D27D4EB4F - (1 << 64)
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
 CONTIGUOUS_UID = 1 << 40
 """Where the rows of the contiguous source begin, far from those of any cache."""
 
@@ -88,6 +88,6 @@ class PrivateBuffer:
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Any = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.bytes.zero_()
+        self.bytes[:: mmap.PAGESIZE].zero_()
         self.words: Any = self.bytes.view(torch.int64)
         self.rows: Any = self.words.view(-1, BLOCK_BYTES // WORD_BYTES)

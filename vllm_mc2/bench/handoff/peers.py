@@ -24,6 +24,7 @@ from vllm_mc2.bench.handoff.source import ContiguousSource
 from vllm_mc2.bench.handoff.ways import TRANSFER_SECONDS
 
 DESCRIPTOR_BYTES = BLOCK_BYTES
+WARM_UP_BYTES = 64 << 20
 UNUSABLE = (ImportError, OSError, RuntimeError, AttributeError)
 """What these libraries raise when they are not there, or cannot work on this host."""
 
@@ -140,7 +141,7 @@ class NixlReceiver(PeerReceiver):
             )
             for name, base in (("NIXL_INIT_AGENT", local), (self._name, remote))
         )
-        self._transfer(0, num_bytes)
+        self._transfer(0, min(num_bytes, WARM_UP_BYTES))
 
     def read(self, case: Case, request: int) -> None:
         """One request's bytes."""
@@ -201,7 +202,7 @@ class MooncakeReceiver(PeerReceiver):
         self._local = destination.buffer.bytes.data_ptr()
         if self._engine.register_memory(self._local, num_bytes) != 0:
             raise OSError("Mooncake does not take the memory")
-        self._transfer(0, num_bytes)
+        self._transfer(0, min(num_bytes, WARM_UP_BYTES))
 
     def read(self, case: Case, request: int) -> None:
         """One request's bytes."""

@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Sequence
 
+import torch
+
 from vllm_mc2.bench.handoff import touch
 from vllm_mc2.bench.handoff.cases import BLOCK_BYTES, COPYING_WAYS, MIN_BYTES, OUR_WAYS, PEER_WAYS, Case
 from vllm_mc2.bench.handoff.copies import (
@@ -58,6 +60,8 @@ class Worker:
     """What both sides have in common."""
 
     def __init__(self, command: Link, peer: Link) -> None:
+        # Patterns are faster made and compared on one thread here, and no thread of the library lingers busily after it.
+        torch.set_num_threads(1)
         self._command = command
         self._peer = peer
         self._source: ContiguousSource | None = None
