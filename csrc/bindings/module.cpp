@@ -293,6 +293,7 @@ struct IdSpan {
 PublishedId publish_span(LeaseTable& self, const nb::bytes& token, const nb::bytes& digest,
                          std::uint64_t num_tokens, const IdSpan& block_ids, double timeout_seconds,
                          std::uint64_t num_pool_blocks) {
+    // An address from Python is a number. NOLINTNEXTLINE(performance-no-int-to-ptr)
     const auto* first = reinterpret_cast<const std::uint32_t*>(block_ids.address);
     return publish(self, token, digest, num_tokens, {first, block_ids.num_ids}, timeout_seconds,
                    num_pool_blocks);
@@ -340,7 +341,8 @@ void bind_lease_table(const nb::module_& module) {
         .def(
             "__init__",
             [](IdSpan* self, std::uintptr_t address, std::size_t num_ids, nb::object owner) {
-                new (self) IdSpan{address, num_ids, std::move(owner)};
+                new (self)
+                    IdSpan{.address = address, .num_ids = num_ids, .owner = std::move(owner)};
             },
             "address"_a, "num_ids"_a, "owner"_a);
     nb::class_<LeaseTable> type(module, "LeaseTable");

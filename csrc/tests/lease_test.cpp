@@ -73,7 +73,7 @@ MC2_TEST(a_lease_over_blocks_that_the_pool_does_not_have_is_refused) {
                      .digest = mc2::test::digest(7),
                      .num_tokens = 30,
                      .block_ids = ids,
-                     .timeout = kForever,
+                     .timeout = std::chrono::duration<double>(kForever),
                      .num_pool_blocks = num_pool_blocks};
     };
     CHECK_THROWS(std::invalid_argument, table.publish(offer(7)));
