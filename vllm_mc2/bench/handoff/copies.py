@@ -18,6 +18,9 @@ from vllm_mc2.bench.handoff.ways import TRANSFER_SECONDS, Checked
 from vllm_mc2.bench.traditional import TraditionalComm
 
 CONNECT_SECONDS = 30.0
+ALL_CORES = sorted(os.sched_getaffinity(0))
+"""Those that this process had at its start."""
+
 _WAKE_BYTES = 1 << 20
 """Copied first, so that threads are there when the clock starts."""
 
@@ -102,7 +105,7 @@ class Memcpy(CopyReceiver):
     def __init__(self, destination: Destination, source: ContiguousSource) -> None:
         super().__init__(destination)
         self._source = source
-        self._num_threads = max(1, len(os.sched_getaffinity(0)))
+        self._num_threads = len(ALL_CORES)
         self._pool = ThreadPoolExecutor(self._num_threads)
         self._means: list[tuple[str, int, Callable[[Any, Any], None]]] = [("memmove on 1 thread", 1, _memmove)]
         if self._num_threads > 1:
@@ -122,6 +125,8 @@ class Memcpy(CopyReceiver):
             )
             for request in range(turn.case.batch)
         ]
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, ALL_CORES)  # the threads that this one starts inherit it
         for name, num_torch_threads, copy in self._means:
             torch.set_num_threads(num_torch_threads)
             copy(parts[0][0][:_WAKE_BYTES], parts[0][1][:_WAKE_BYTES])
@@ -131,6 +136,7 @@ class Memcpy(CopyReceiver):
                 ready[request] = time.monotonic_ns()
             self.took_ns[name] = ready[-1] - begin
         torch.set_num_threads(1)
+        os.sched_setaffinity(0, before)
         return ready
 
     def _split(self, into: Any, out_of: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from vllm_mc2.bench.handoff import touch
 from vllm_mc2.bench.handoff.cases import BLOCK_BYTES, COPYING_WAYS, MIN_BYTES, OUR_WAYS, PEER_WAYS, Case
 from vllm_mc2.bench.handoff.copies import (
+    ALL_CORES,
     Destination,
     Memcpy,
     MemcpySender,
@@ -57,7 +58,14 @@ def _ours(ask: Open) -> list[str]:
 
 
 class Worker:
-    """What both sides have in common."""
+    """What both sides have in common.
+
+    While turns are timed the main thread stays on one core, the sender's on another than the receiver's, as two engines have
+    cores of their own: a process that is woken up is put on its waker's core, and then both wait for each other. Threads
+    that libraries have started before, and those of a plain copy, may use all cores.
+    """
+
+    core: int
 
     def __init__(self, command: Link, peer: Link) -> None:
         # Patterns are faster made and compared on one thread here, and no thread of the library lingers busily after it.
@@ -86,6 +94,7 @@ class Worker:
         """One thing; the answer, and descriptors that go with it."""
         if isinstance(ask, Open):
             opened = self.open(ask, fds[0] if fds else None)
+            os.sched_setaffinity(0, {self.core})
             # What lives from here on lives long: the collector must not look at it in the middle of a turn.
             gc.collect()
             gc.freeze()
@@ -127,6 +136,8 @@ class Worker:
 
 class SenderWorker(Worker):
     """Prefill's place."""
+
+    core = ALL_CORES[0]
 
     def __init__(self, command: Link, peer: Link) -> None:
         super().__init__(command, peer)
@@ -210,6 +221,7 @@ class SenderWorker(Worker):
 
     def close(self) -> None:
         """Everything that :meth:`open` made."""
+        os.sched_setaffinity(0, ALL_CORES)
         gc.enable()
         gc.unfreeze()
         for way in self._ways.values():
@@ -222,6 +234,8 @@ class SenderWorker(Worker):
 
 class ReceiverWorker(Worker):
     """Decode's place."""
+
+    core = ALL_CORES[len(ALL_CORES) // 2]
 
     def __init__(self, command: Link, peer: Link) -> None:
         super().__init__(command, peer)
@@ -286,6 +300,7 @@ class ReceiverWorker(Worker):
 
     def close(self) -> None:
         """Everything that :meth:`open` made."""
+        os.sched_setaffinity(0, ALL_CORES)
         gc.enable()
         gc.unfreeze()
         for way in self._ways.values():
