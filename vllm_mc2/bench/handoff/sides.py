@@ -103,7 +103,6 @@ class Worker:
             return opened, [self._source.fd] if made_here and self._source is not None else []
         if isinstance(ask, Turn):
             answer = self.turn(ask)
-            gc.collect()
             return answer, []
         if isinstance(ask, Touch):
             return self.touch(ask), []
