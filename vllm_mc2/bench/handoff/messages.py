@@ -80,7 +80,7 @@ class Sent(Answer, frozen=True):
     """A sender's side of a turn. Times are ``CLOCK_MONOTONIC`` in nanoseconds, the same clock in all processes."""
 
     cold_started_ns: list[int]
-    """When the hand-over that warms up began."""
+    """When each hand-over that warms up began."""
     started_ns: list[int]
     """When each request's hand-over began; empty when this side has nothing to do."""
     ended_ns: int
@@ -94,7 +94,7 @@ class Received(Answer, frozen=True):
     """A receiver's side of a turn."""
 
     cold_ready_ns: list[int]
-    """When the KV of the hand-over that warms up was usable."""
+    """When the KV of each hand-over that warms up was usable."""
     ready_ns: list[int]
     """When each request's KV was usable."""
     read_ns: int

@@ -29,7 +29,7 @@ class Samples:
         """For each repeat, the sender's time for a request."""
         self.read_us: list[float] = []
         self.cold_us: list[float] = []
-        """The small request before each turn, right after other ways have been at work."""
+        """The first of the small requests before each turn, right after other ways have been at work."""
         self.by_means_us: dict[str, list[float]] = {}
         """``memcpy``: the same by each of several means. The fastest counts."""
         self.metadata_bytes: set[int] = set()
@@ -174,7 +174,7 @@ class Report(msgspec.Struct, frozen=True):
     requests: list[Requests]
     block_size_case: BlockSizes | None
     cold_us: dict[str, dict[str, Spread]]
-    """By way and case: one request of 16 MiB, untimed elsewhere, that goes before every turn to warm up after the others."""
+    """By way and case: the first of the small requests that go before every turn to warm up after the others."""
     first_touch: list[FirstTouch]
     registration: list[Registration]
     memcpy_by_means: dict[str, dict[str, Spread]]

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from math import gcd
 
 import torch
 
@@ -39,18 +40,21 @@ from vllm_mc2.bench.handoff.source import ContiguousSource
 from vllm_mc2.bench.handoff.ways import TRANSFER_SECONDS, ReceivingWay, SendingWay
 
 IDLE_SECONDS = 3600.0
+WARM_UP_REQUESTS = 8
 HEAD_START_NS = 200_000
 """The receiver says that it is ready just before it waits; this long it gets to do so. A decode waits before prefill ends."""
 
 
 def warm_up(turn: Turn) -> Turn:
-    """A small request by the same way, which goes before every turn.
+    """A few small requests by the same way, which go before every turn.
 
     The other ways have just been through gigabytes: without it, whoever is fast would be measured by how long its code takes
     to come back from main memory. That is a cost too, so it is reported, but by itself.
     """
+    block_tokens = turn.case.block_tokens
     num_bytes = min(MIN_BYTES, turn.case.request_bytes)
-    return Turn(turn.way, Case(num_bytes, block_tokens=turn.case.block_tokens), turn.cache, 0, check_all=False)
+    batch = gcd(WARM_UP_REQUESTS, Case(num_bytes, block_tokens=block_tokens).num_blocks)
+    return Turn(turn.way, Case(num_bytes, batch, block_tokens), turn.cache, 0, check_all=False)
 
 
 def _ours(ask: Open) -> list[str]:
@@ -102,8 +106,7 @@ class Worker:
             made_here = self._source is not None and not fds and isinstance(self, SenderWorker)
             return opened, [self._source.fd] if made_here and self._source is not None else []
         if isinstance(ask, Turn):
-            answer = self.turn(ask)
-            return answer, []
+            return self.turn(ask), []
         if isinstance(ask, Touch):
             return self.touch(ask), []
         if isinstance(ask, Stamp):
