@@ -1,15 +1,19 @@
 """What entering borrowed blocks into vLLM's scheduler costs: the connector's own code on vLLM's real block pool.
 
-Runs in a process of its own, ``python -m vllm_mc2.bench.registration FD``, which writes its result to that descriptor:
-importing vLLM takes seconds and a lot of memory, which nothing else of the benchmark needs.
+Runs in a process of its own, ``python -m vllm_mc2.bench.registration FD``: importing vLLM takes seconds and a lot of memory,
+which nothing else of the benchmark needs. The process says on that descriptor when it is ready, waits for a line on its
+standard input, and writes its result; at the end of its input it ends.
 """
 
 import gc
 import importlib.util
 import os
+import select
 import subprocess
 import sys
 import time
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -42,39 +46,81 @@ def is_possible() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def measure_apart(*, quick: bool) -> list[Registration]:
-    """Measure in a new process.
+class Apart:
+    """The process that measures. It imports vLLM from the start, and then sleeps until it is asked. A context manager."""
 
-    Raises:
-        RegistrationError: it failed, or took too long.
-    """
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "vllm_mc2.bench.registration", str(write_fd), "quick" if quick else "full"]
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **os.environ}
-    with os.fdopen(read_fd, "rb") as result:
+    def __init__(self, *, quick: bool) -> None:
+        read_fd, write_fd = os.pipe()
+        self._log = os.memfd_create("mc2-bench-log", os.MFD_CLOEXEC)
+        command = [sys.executable, "-m", "vllm_mc2.bench.registration", str(write_fd), "quick" if quick else "full"]
         try:
-            done = subprocess.run(
+            self._process = subprocess.Popen(
                 command,
-                env=environment,
+                env={"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **os.environ},
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
                 pass_fds=[write_fd],
-                capture_output=True,
-                text=True,
-                timeout=IMPORT_SECONDS,
-                check=False,
             )
-        except subprocess.TimeoutExpired as error:
-            raise RegistrationError(f"vLLM's block pool: no result in {IMPORT_SECONDS:.0f} s") from error
         finally:
             os.close(write_fd)
-        data = result.read()
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise RegistrationError(f"vLLM's block pool: {lines[-1][:200]}")
-    return msgspec.json.decode(data, type=list[Registration])
+        self._result = os.fdopen(read_fd, "rb", buffering=0)
+        self._is_ready = False
+
+    def await_ready(self) -> None:
+        """Until it has imported vLLM, and uses no processor any more.
+
+        Raises:
+            RegistrationError: it ended instead, or takes too long.
+        """
+        if not self._is_ready:
+            self._read_line()
+            self._is_ready = True
+
+    def measure(self) -> list[Registration]:
+        """The result; the process ends.
+
+        Raises:
+            RegistrationError: it failed, or took too long.
+        """
+        self.await_ready()
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"go\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._read_line(), type=list[Registration])
+
+    def _read_line(self) -> bytes:
+        deadline = time.monotonic() + IMPORT_SECONDS
+        data = b""
+        while not data.endswith(b"\n"):
+            if not select.select([self._result], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise RegistrationError(f"vLLM's block pool: no answer in {IMPORT_SECONDS:.0f} s")
+            more = self._result.read(1 << 16)
+            if not more:
+                raise RegistrationError(f"vLLM's block pool: {self._last_words()}")
+            data += more
+        return data
+
+    def _last_words(self) -> str:
+        lines = os.pread(self._log, 1 << 20, 0).decode(errors="replace").strip().splitlines()
+        return lines[-1][:200] if lines else "its process has ended"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._result.close()
+        os.close(self._log)
 
 
 def measure(*, quick: bool) -> list[Registration]:
-    """Measure here; imports vLLM."""
+    """Measure here; imports vLLM if nobody has."""
     from vllm.v1.core.block_pool import BlockPool
 
     from vllm_mc2.connector.borrowed import BorrowedBlocks, Loan
@@ -111,6 +157,17 @@ def measure(*, quick: bool) -> list[Registration]:
     return results
 
 
+def main(result_fd: int, *, quick: bool) -> None:
+    """What the process does."""
+    import vllm.v1.core.block_pool  # noqa: F401
+
+    import vllm_mc2.connector.borrowed  # noqa: F401
+
+    with os.fdopen(result_fd, "wb", buffering=0) as result:
+        result.write(b"ready\n")
+        if sys.stdin.readline():
+            result.write(msgspec.json.encode(measure(quick=quick)) + b"\n")
+
+
 if __name__ == "__main__":
-    with os.fdopen(int(sys.argv[1]), "wb") as out:
-        out.write(msgspec.json.encode(measure(quick=sys.argv[2] == "quick")))
+    main(int(sys.argv[1]), quick=sys.argv[2] == "quick")

@@ -24,14 +24,14 @@ ways (--ways):
 examples:
   vllm-mc2 bench handoff --quick                     a minute: a few sizes, few repeats
   vllm-mc2 bench handoff --json handoff.json --output-dir charts
-                                                     everything, in about ten minutes
+                                                     everything, in six to ten minutes
   vllm-mc2 bench handoff --ways mc2,memcpy           only what is needed for the ratio
   vllm-mc2 bench handoff --max-bytes 512MiB          on a small host
 
 how to read it:
   times are medians until the receiver can use all requests of a line; "300x" is that many times ours
   a "Goal" that is NOT met is a finding, not a failure: close other programs, and run it again
-  memory: about four times the largest case, five with nixl or mooncake; what does not fit is left out, and said
+  memory: three times the largest case, four with nixl or mooncake; what does not fit is left out, and said
 
 exit codes: 0 measured (whatever the result), 1 a process of the benchmark died, 2 wrong usage
 """

@@ -12,7 +12,7 @@ from vllm_mc2.bench.handoff.results import Report, Row
 # Okabe and Ito's colours, and a marker each: readable without telling colours apart.
 _STYLES = {
     "mc2": ("#0072B2", "o", "vllm-mc2: in place"),
-    "mc2_sleep": ("#56B4E9", "X", "vllm-mc2: in place, decode is woken up"),
+    "mc2_sleep": ("#56B4E9", "X", "vllm-mc2, decode asleep"),
     "memcpy": ("#000000", "s", "memcpy: lower bound of any copy"),
     "two_copy": ("#E69F00", "^", "two copies through shared memory"),
     "tcp": ("#D55E00", "v", "TCP loopback"),
@@ -33,12 +33,17 @@ def draw(report: Report, directory: Path) -> list[Path]:
     ]
     panels = [panel for panel in panels if panel[2]]
     figure, axes = plt.subplots(
-        1, max(1, len(panels)), figsize=(6.2 * max(1, len(panels)), 5), sharey=True, squeeze=False, layout="constrained"
+        1,
+        max(1, len(panels)),
+        figsize=(6.2 * max(1, len(panels)), 5.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, (title, label, rows) in zip(axes[0], panels, strict=False):
         _panel(axis, title, label, rows)
     axes[0][0].set_ylabel("until decode can use it")
-    axes[0][0].legend(loc="best", fontsize=9, framealpha=0.9)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     machine = report.machine
     figure.suptitle(f"KV hand-over between two processes ({machine['cpu']}, {machine['num_cores']} cores)", fontsize=12)
     paths = [directory / "handoff.svg", directory / "handoff.png"]

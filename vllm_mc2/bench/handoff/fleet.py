@@ -182,13 +182,14 @@ class Fleet:
             mine.append("memcpy")
         if self._main is None:
             self._main = Pair("")
+        if theirs and self._peers is None:
+            self._peers = Pair("peers' ")  # it imports its libraries while the main pair makes memory ready
         ask = Open(mine, list(caches), contiguous_bytes, self._socket_dir)
         (opened, fds), (also, _) = self._main.ask(ask, OPEN_SECONDS)
         try:
             merged = _merge(opened, also)
             if theirs:
-                if self._peers is None:
-                    self._peers = Pair("peers' ")
+                assert self._peers is not None
                 answers = self._peers.ask(Open(theirs, [], contiguous_bytes, self._socket_dir), OPEN_SECONDS, fds)
                 merged = _merge(merged, *(message for message, _ in answers))
                 self._peers.signal(signal.SIGSTOP)

@@ -51,6 +51,7 @@ DONE, FAILED, WRONG_USAGE = 0, 1, 2
 TOUCH_BYTES = GIB
 QUICK_TOUCH_BYTES = 256 * MIB
 TOUCH_REPEATS = 5
+_REGISTRATION = "registration in vLLM's scheduler"
 _MODULES = {"nixl": "nixl", "mooncake": "mooncake"}
 
 
@@ -126,6 +127,7 @@ class Measurement:
         self._options = options
         self._plan = plan
         self._left_out = list(plan.left_out)
+        self._apart: registration.Apart | None = None
         self._notes: dict[str, str] = {}
         self._rows: list[Row] = []
         self._requests: list[Requests] = []
@@ -138,15 +140,20 @@ class Measurement:
         Raises:
             WorkerError: a worker process ended or failed.
         """
-        begin = time.monotonic()
-        with Progress(self._num_turns()) as progress, Fleet() as fleet:
+        begin, machine = time.monotonic(), describe_machine()  # now: later the load is our own
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(Progress(self._num_turns()))
+            fleet = stack.enter_context(Fleet())
+            if self._is_registration_possible():
+                # It imports vLLM while memory is made ready here, and sleeps from then on.
+                self._apart = stack.enter_context(registration.Apart(quick=self._options.quick))
             for stage in self._plan.stages:
                 self._measure_stage(fleet, stage, progress)
             block_sizes = self._measure_block_sizes(fleet, progress)
             first_touch = self._measure_first_touch(fleet, progress)
-        registered = self._measure_registration()
+            registered = self._measure_registration()
         return Report(
-            machine=describe_machine(),
+            machine=machine,
             results=[row for row in self._rows if row.way != SLEEPING_WAY],
             sleeping=[row for row in self._rows if row.way == SLEEPING_WAY],
             requests=self._requests,
@@ -190,6 +197,7 @@ class Measurement:
     def _measure_stage(self, fleet: Fleet, stage: Stage, progress: Progress) -> None:
         cache = Case(stage.kv_bytes)
         opened = fleet.open(stage.ways, [cache], stage.kv_bytes)
+        self._await_registration()
         self._notes |= opened.notes
         self._left_out += [LeftOut(way, reason) for way, reason in opened.absent.items()]
         ways = [way for way in stage.ways if way not in opened.absent]
@@ -225,6 +233,7 @@ class Measurement:
         if not cases:
             return None
         fleet.open(["mc2"], cases, 0)
+        self._await_registration()
         work = [("mc2", case, cache) for cache, case in enumerate(cases)]
         small, large = self._interleave(fleet, work, self._repeats(cases[0], alone=True), progress)
         fleet.close()
@@ -239,17 +248,31 @@ class Measurement:
             measured.append(first_touch_of(huge_pages, self._touch_bytes, touched))
         return measured
 
-    def _measure_registration(self) -> list[registration.Registration]:
-        what = "registration in vLLM's scheduler"
+    def _is_registration_possible(self) -> bool:
         if "mc2" not in self._options.ways:
-            return []
+            return False
         if not registration.is_possible():
-            self._left_out.append(LeftOut(what, "vLLM is not installed"))
+            self._left_out.append(LeftOut(_REGISTRATION, "vLLM is not installed"))
+            return False
+        return True
+
+    def _await_registration(self) -> None:
+        """Nothing is timed while vLLM is being imported."""
+        if self._apart is not None:
+            try:
+                self._apart.await_ready()
+            except registration.RegistrationError as error:
+                self._left_out.append(LeftOut(_REGISTRATION, str(error)))
+                self._apart = None
+
+    def _measure_registration(self) -> list[registration.Registration]:
+        self._await_registration()
+        if self._apart is None:
             return []
         try:
-            return registration.measure_apart(quick=self._options.quick)
+            return self._apart.measure()
         except registration.RegistrationError as error:
-            self._left_out.append(LeftOut(what, str(error)))
+            self._left_out.append(LeftOut(_REGISTRATION, str(error)))
             return []
 
     def _memcpy_by_means(self) -> dict[str, dict[str, Spread]]:

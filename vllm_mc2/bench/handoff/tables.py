@@ -46,7 +46,7 @@ def _machine(report: Report) -> list[str]:
     memory = human_bytes(float(machine["memory_bytes"]))
     line = f"{machine['cpu']}, {machine['num_cores']} cores, {memory}, Linux {machine['kernel']}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "vllm", "nixl", "mooncake") if name in machine)
-    return [line, f"{versions}; load {machine['load_1_minute']:.1f}; {report.seconds:.0f} s"]
+    return [line, f"{versions}; load {machine['load_1_minute']:.1f} before; {report.seconds:.0f} s"]
 
 
 def _times(title: str, rows: Sequence[Row]) -> list[str]:
