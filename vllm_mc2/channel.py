@@ -31,10 +31,13 @@ from vllm_mc2 import protocol
 from vllm_mc2.errors import ConfigError, PeerUnreachableError, ProtocolError
 from vllm_mc2.protocol import MAX_FRAME_BYTES, Message
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _SO_PEERPIDFD = 77  # Linux 6.5; not in the socket module yet
 MAX_FRAME_FDS = 8
+_FDS_ROOM = socket.CMSG_SPACE(MAX_FRAME_FDS * array.array("i").itemsize)
+# As plain numbers: arithmetic on the socket module's flag enumerations takes longer than the system call.
+_CMSG_CLOEXEC, _CTRUNC, DONTWAIT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC), int(socket.MSG_DONTWAIT)
 
 
 def prepare_socket_dir(path: Path) -> None:
@@ -157,41 +160,11 @@ def open_peer_pidfd(sock: socket.socket) -> int | None:
         return None
 
 
-class Channel:
-    """One connected Unix socket whose other end runs as the same user. Owns the socket; a context manager."""
+class FrameSocket:
+    """Frames over one connected socket, whose other end may be anybody. Owns the socket; a context manager."""
 
     def __init__(self, sock: socket.socket) -> None:
-        pid, uid = peer_credentials(sock)
-        if uid != os.geteuid():
-            sock.close()
-            raise ProtocolError(f"peer runs as uid {uid}, only {os.geteuid()} is served")
         self.sock = sock
-        self.peer_pid = pid
-
-    @classmethod
-    def connect(cls, path: Path, timeout_seconds: float) -> Self:
-        """Connect to a listening socket.
-
-        Raises:
-            PeerUnreachableError: nobody listens there, or no answer in time.
-            ProtocolError: the listener is of another user.
-        """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            sock.settimeout(timeout_seconds)
-            sock.connect(os.fspath(path))
-        except OSError as error:
-            sock.close()
-            raise PeerUnreachableError(error.errno or errno.ETIMEDOUT, f"{path.name}: {error}") from error
-        return cls(sock)
-
-    @classmethod
-    def over_tcp(cls, sock: socket.socket) -> Self:
-        """The same frames over a TCP connection, whose other end may be anybody: no credentials, no descriptors."""
-        channel = cls.__new__(cls)
-        channel.sock = sock
-        channel.peer_pid = 0
-        return channel
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send one frame. Raises ``OSError`` when the other end is gone or does not take it in time."""
@@ -210,8 +183,8 @@ class Channel:
         deadline = time.monotonic() + timeout_seconds
         fds: list[int] = []
         try:
-            head = self._receive_exactly(_LENGTH.size, deadline, fds)
-            (size,) = _LENGTH.unpack(head)
+            head = self._receive_exactly(LENGTH.size, deadline, fds)
+            (size,) = LENGTH.unpack(head)
             if size > MAX_FRAME_BYTES:
                 raise ProtocolError(f"frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
             message = protocol.decode(self._receive_exactly(size, deadline, fds))
@@ -251,16 +224,64 @@ class Channel:
         self.close()
 
 
+class Channel(FrameSocket):
+    """One connected Unix socket whose other end runs as the same user."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Checks who is there.
+
+        Raises:
+            ProtocolError: another user; the socket is closed then.
+        """
+        pid, uid = peer_credentials(sock)
+        if uid != os.geteuid():
+            sock.close()
+            raise ProtocolError(f"peer runs as uid {uid}, only {os.geteuid()} is served")
+        super().__init__(sock)
+        self.peer_pid = pid
+
+    @classmethod
+    def connect(cls, path: Path, timeout_seconds: float) -> Self:
+        """Connect to a listening socket.
+
+        Raises:
+            PeerUnreachableError: nobody listens there, or no answer in time.
+            ProtocolError: the listener is of another user.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(timeout_seconds)
+            sock.connect(os.fspath(path))
+        except OSError as error:
+            sock.close()
+            raise PeerUnreachableError(error.errno or errno.ETIMEDOUT, f"{path.name}: {error}") from error
+        return cls(sock)
+
+
+def first_frame(buffer: bytearray, max_bytes: int) -> bytes | None:
+    """The payload of the first frame in ``buffer``, which may go on behind it; None while it is incomplete.
+
+    Raises:
+        ProtocolError: a payload of more than ``max_bytes``.
+    """
+    if len(buffer) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack_from(buffer)
+    if size > max_bytes:
+        raise ProtocolError(f"frame of {size} bytes, at most {max_bytes} are allowed")
+    end = LENGTH.size + size
+    return bytes(buffer[LENGTH.size : end]) if len(buffer) >= end else None
+
+
 def receive_some(sock: socket.socket, size: int, fds: list[int], flags: int = 0) -> bytes:
     """One ``recvmsg``; appends received descriptors. ``socket.recv_fds`` would hide a truncated list."""
-    room = socket.CMSG_SPACE(MAX_FRAME_FDS * array.array("i").itemsize)
-    data, ancillary, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC | flags)
+    data, ancillary, flags, _ = sock.recvmsg(size, _FDS_ROOM, _CMSG_CLOEXEC | flags)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received = array.array("i")
             received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
             fds.extend(received)
-    if flags & socket.MSG_CTRUNC or len(fds) > MAX_FRAME_FDS:
+    if flags & _CTRUNC or len(fds) > MAX_FRAME_FDS:
         raise ProtocolError("descriptors were lost on the way: too many, or no free descriptor here")
     return data
 

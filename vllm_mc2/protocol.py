@@ -155,12 +155,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """The message as MessagePack, without the frame's length."""
     return _encoder.encode(message)
 
 
-def frame(message: Message) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """The message as it goes over the wire, its length in front."""
     payload = encode(message)
     return len(payload).to_bytes(4, "little") + payload

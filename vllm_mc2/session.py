@@ -15,7 +15,6 @@ import os
 import select
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from vllm_mc2 import protocol
-from vllm_mc2.channel import Channel, DeathWatch, close_all, open_peer_pidfd, socket_path
+from vllm_mc2.channel import LENGTH, Channel, DeathWatch, close_all, first_frame, open_peer_pidfd, socket_path
 from vllm_mc2.errors import ConfigError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from vllm_mc2.protocol import MAX_FRAME_BYTES, Message, Refusal
 
@@ -32,7 +31,6 @@ logger = logging.getLogger("vllm.mc2.session")
 MAX_PENDING = 64
 MAX_SESSIONS = 4096
 HELLO_TIMEOUT_SECONDS = 5.0
-_LENGTH = struct.Struct("<I")
 T = TypeVar("T", bound=Message)
 
 
@@ -62,14 +60,10 @@ class _Connection:
         Raises:
             ProtocolError: oversize, or bytes after the frame (a client speaks once).
         """
-        if len(self.buffer) < _LENGTH.size:
-            return None
-        (size,) = _LENGTH.unpack_from(self.buffer)
-        if size > MAX_FRAME_BYTES:
-            raise ProtocolError(f"frame of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
-        if len(self.buffer) > _LENGTH.size + size:
+        payload = first_frame(self.buffer, MAX_FRAME_BYTES)
+        if payload is not None and len(self.buffer) > LENGTH.size + len(payload):
             raise ProtocolError("data after the hello")
-        return bytes(self.buffer[_LENGTH.size :]) if len(self.buffer) == _LENGTH.size + size else None
+        return payload
 
 
 class SessionServer:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from vllm_mc2.bench.serve.models import make_once, scale_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "build" / "models"
@@ -122,26 +122,12 @@ def make_tiny(target: Path) -> None:
     torch.manual_seed(TINY_SEED)
     model = transformers.LlamaForCausalLM(config).to(torch.float32).eval()
     with torch.no_grad():
-        scale_weights(model)
+        scale_weights(model, TINY_LOGIT_STD)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
     )
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-
-
-def scale_weights(model: Any) -> None:
-    """Give every matrix unit gain, and attention sharp enough for old tokens to matter."""
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2:
-            weight.normal_(0.0, weight.shape[1] ** -0.5)
-        if name.endswith("embed_tokens.weight"):
-            weight.normal_(0.0, 1.0)
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            weight.mul_(2.0**0.5)
-        if name.endswith(("v_proj.weight", "o_proj.weight")):
-            weight.mul_(2.0)
-    model.lm_head.weight.mul_(TINY_LOGIT_STD)
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {REAL: make_real, TINY: make_tiny}
@@ -154,25 +140,9 @@ def ensure(name: str) -> Path:
         return place
     started = time.monotonic()
     print(f"models: making {name} ...", flush=True)
-    MODELS.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=MODELS))
-    try:
-        MAKERS[name](draft)
-        draft.chmod(0o755)
-        publish(draft, place)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    make_once(place, MAKERS[name])
     print(f"models: {name} done in {time.monotonic() - started:.0f} s", flush=True)
     return place
-
-
-def publish(draft: Path, place: Path) -> None:
-    try:
-        draft.rename(place)
-    except OSError:
-        # Another process was quicker; its folder is as complete as this one.
-        if not place.exists():
-            raise
 
 
 def main() -> int:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from vllm_mc2.errors import LayoutError, ProtocolError
 from vllm_mc2.layout import PoolLayout, Region
+from vllm_mc2.protocol import frame
 from vllm_mc2.tensors import messages
-from vllm_mc2.tensors.messages import KvNotice, LayoutNotice, Mail, PoolNotice, TensorSpec, frame, pack_ticket
+from vllm_mc2.tensors.messages import KvNotice, LayoutNotice, Mail, PoolNotice, TensorSpec, pack_ticket
 from vllm_mc2.tensors.pools import REGISTRY
 from vllm_mc2.tensors.receiver import RemotePool
 

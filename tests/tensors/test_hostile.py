@@ -19,10 +19,10 @@ from vllm_mc2.channel import prepare_socket_dir
 from vllm_mc2.errors import ExpiredKVError, OrphanedKVError, PeerUnreachableError
 from vllm_mc2.layout import PoolLayout, Region
 from vllm_mc2.leases import LeaseBook
-from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, Introduction, TensorWelcome
+from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, Introduction, TensorWelcome, frame
 from vllm_mc2.session import Answer, SessionServer
 from vllm_mc2.tensors import host
-from vllm_mc2.tensors.messages import KvNotice, LayoutNotice, PoolNotice, TensorSpec, frame, pack_ticket
+from vllm_mc2.tensors.messages import KvNotice, LayoutNotice, PoolNotice, TensorSpec, pack_ticket
 
 MIB = 1 << 20
 ANOTHER_POOL = 1 << 20

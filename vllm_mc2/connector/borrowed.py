@@ -99,9 +99,11 @@ class BorrowedBlocks:
         loan.is_over = True
         for block_id in loan.owned:
             borrowed = self._borrowed[block_id]
-            borrowed.owners = tuple(owner for owner in borrowed.owners if owner is not loan)
-            if borrowed.owners:
-                continue  # the other owner's lease keeps the block where it is
+            if len(borrowed.owners) > 1:
+                # Another owner's lease keeps the block where it is.
+                borrowed.owners = tuple(owner for owner in borrowed.owners if owner is not loan)
+                continue
+            borrowed.owners = ()
             compat.leave_prefix_cache(self._pool, borrowed.block)
             if borrowed.block.ref_cnt == BIAS:
                 self._forget(borrowed)

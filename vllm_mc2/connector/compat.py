@@ -51,26 +51,22 @@ def check_contract() -> list[str]:
     for hook in ("get_mem_pool_context", "bind_kv_cache_manager", "get_transfer_results", "get_handshake_metadata"):
         if not hasattr(KVConnectorBase_V1, hook):
             missing.append(f"KVConnectorBase_V1.{hook}")
-    for name, parameters in {
-        "_remove_cached_block_hashes": ("block",),
-        "touch": ("blocks",),
-        "free_blocks": ("ordered_blocks",),
-    }.items():
-        method = getattr(BlockPool, name, None)
+    cache_map = getattr(block_pool, "BlockHashToBlockMap", None)
+    expected: tuple[tuple[Any, str, str, tuple[str, ...]], ...] = (
+        (BlockPool, "BlockPool.", "_remove_cached_block_hashes", ("block",)),
+        (BlockPool, "BlockPool.", "touch", ("blocks",)),
+        (BlockPool, "BlockPool.", "free_blocks", ("ordered_blocks",)),
+        (cache_map, "", "get_one_block", ("key",)),
+        (cache_map, "", "insert", ("key", "block")),
+        (KVCacheBlock, "", "set_block_hash", ("block_hash", "num_tokens")),
+    )
+    for owner, prefix, name, parameters in expected:
+        method = getattr(owner, name, None)
         if method is None or tuple(inspect.signature(method).parameters)[1:] != parameters:
-            missing.append(f"BlockPool.{name}{parameters}")
+            missing.append(f"{prefix}{name}{parameters}")
     code = getattr(BlockPool.__init__, "__code__", None)
     if code is None or "cached_block_hash_to_block" not in code.co_names:
         missing.append("BlockPool.cached_block_hash_to_block")
-    expected: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
-        (getattr(block_pool, "BlockHashToBlockMap", None), "get_one_block", ("key",)),
-        (getattr(block_pool, "BlockHashToBlockMap", None), "insert", ("key", "block")),
-        (KVCacheBlock, "set_block_hash", ("block_hash", "num_tokens")),
-    )
-    for owner, name, wanted in expected:
-        method = getattr(owner, name, None)
-        if method is None or tuple(inspect.signature(method).parameters)[1:] != wanted:
-            missing.append(f"{name}{wanted}")
     sample: Any = bytes(range(32))
     if make_block_hash_with_group_id(sample, 0) != sample + PrefixCache.key_suffix:
         missing.append("make_block_hash_with_group_id")

@@ -13,6 +13,7 @@ import torch
 from vllm_mc2.config import MC2Config
 from vllm_mc2.errors import ConfigError, LayoutError, UsageError
 from vllm_mc2.tensors.manager import PROCESS_TABLE, LayerKV, LayerTable, check_layer
+from vllm_mc2.tensors.messages import TensorSpec
 from vllm_mc2.tensors.pools import Layout
 from vllm_mc2.tensors.receiver import Receiver, RemoteKV
 from vllm_mc2.tensors.sender import EndedKV, Sender, SentKV, as_int32
@@ -185,10 +186,12 @@ class MC2Communicator:
             if blocks is not None:
                 raise UsageError(f"request_id: expected a text, got {type(request_id).__name__}")
             request_id, blocks = secrets.token_hex(16), request_id
-        if blocks is None or _is_kv_cache(blocks):
-            layout, table = self._contiguous_layout(sender, blocks), _EMPTY
+        if blocks is None:
+            layout, table = self._registered_layout(sender, is_paged=False), _EMPTY
+        elif _is_kv_cache(blocks):
+            layout, table = self._layout_of(sender, blocks), _EMPTY
         else:
-            layout, table = self._paged_layout(sender), as_int32(blocks)
+            layout, table = self._registered_layout(sender, is_paged=True), as_int32(blocks)
         try:
             return sender.send(request_id, layout, table, num_tokens)
         except ValueError as error:
@@ -202,39 +205,24 @@ class MC2Communicator:
             raise UsageError("no layers yet: KVCacheManager.allocate() or register() makes them known")
         return table
 
-    def _paged_layout(self, sender: Sender) -> Layout:
+    def _registered_layout(self, sender: Sender, *, is_paged: bool) -> Layout:
+        """The registered layers; looked up once for as long as none of them changes."""
         table = self._table()
-        key = (table, table.version, True)
+        key = (table, table.version, is_paged)
         layout = self._known_layouts.get(key)
         if layout is None:
             with table.lock:
-                key, specs = (table, table.version, True), table.specs(table.layers)
-            sizes = {spec.shape[0] for spec in specs}
-            if len(sizes) != 1:
-                raise LayoutError(f"a block table needs layers of one number of blocks, these have {sorted(sizes)}")
-            layout = sender.layout(specs, sizes.pop())
-            self._remember(key, layout)
+                key, specs = (table, table.version, is_paged), table.specs(table.layers)
+            layout = sender.layout(specs, _num_blocks(specs) if is_paged else 0)
+            self._known_layouts = {old: kept for old, kept in self._known_layouts.items() if old[:2] == key[:2]}
+            self._known_layouts[key] = layout
         return layout
 
-    def _contiguous_layout(self, sender: Sender, kv_cache: "Blocks | KVCache | None") -> Layout:
-        if kv_cache is not None:
-            table = self.layers if self.layers.layers else PROCESS_TABLE
-            layers = {layer: table.shared(layer, kv, "auto") for layer, kv in _layers_of(kv_cache).items()}
-            return sender.layout(table.specs(layers), 0)
-        table = self._table()
-        key = (table, table.version, False)
-        layout = self._known_layouts.get(key)
-        if layout is None:
-            with table.lock:
-                key, specs = (table, table.version, False), table.specs(table.layers)
-            layout = sender.layout(specs, 0)
-            self._remember(key, layout)
-        return layout
-
-    def _remember(self, key: tuple[LayerTable, int, bool], layout: Layout) -> None:
-        """For as long as no layer changes."""
-        self._known_layouts = {old: kept for old, kept in self._known_layouts.items() if old[:2] == key[:2]}
-        self._known_layouts[key] = layout
+    def _layout_of(self, sender: Sender, kv_cache: "Blocks | KVCache") -> Layout:
+        """Tensors as they are given: whether they are in shared memory, and unchanged, shows anew each time."""
+        table = self.layers if self.layers.layers else PROCESS_TABLE
+        layers = {layer: table.shared(layer, kv, "auto") for layer, kv in _layers_of(kv_cache).items()}
+        return sender.layout(table.specs(layers), 0)
 
     @property
     def num_leases(self) -> int:
@@ -351,6 +339,13 @@ def _check_side(peer_addr: str | None, peer_port: int | None, listen_addr: str |
         raise ConfigError(f"listen_addr = {listen_addr!r}: expected nothing here beside peer_port")
     if peer_port is None and peer_addr is not None:
         raise ConfigError(f"peer_addr = {peer_addr!r}: expected nothing here beside listen_port")
+
+
+def _num_blocks(specs: Sequence[TensorSpec]) -> int:
+    sizes = {spec.shape[0] for spec in specs}
+    if len(sizes) != 1:
+        raise LayoutError(f"a block table needs layers of one number of blocks, these have {sorted(sizes)}")
+    return sizes.pop()
 
 
 def _is_kv_cache(value: Any) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_mc2 import protocol
-from vllm_mc2.channel import Channel
+from vllm_mc2.channel import LENGTH, FrameSocket, first_frame
 from vllm_mc2.errors import ConfigError, MC2Error, PeerRefusedError, PeerUnreachableError, ProtocolError
 from vllm_mc2.protocol import PROTOCOL_VERSION, Done, Introduction, Message, Refusal
 
@@ -44,7 +44,7 @@ def introduce(address: str, port: int, message: Introduction, timeout_seconds: f
     """
     deadline = time.monotonic() + timeout_seconds
     with _connect(address, port, deadline) as sock:
-        channel = Channel.over_tcp(sock)
+        channel = FrameSocket(sock)
         try:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             channel.send(message)
@@ -109,12 +109,10 @@ class _Guest:
         if not data:
             raise ProtocolError("it has hung up")
         self.buffer += data
-        size = int.from_bytes(self.buffer[:4], "little") if len(self.buffer) >= 4 else 0
-        if size > MAX_INTRODUCTION_BYTES or len(self.buffer) > MAX_INTRODUCTION_BYTES + 4:
-            raise ProtocolError(f"an introduction of {size} bytes, at most {MAX_INTRODUCTION_BYTES} are allowed")
-        if len(self.buffer) < 4 + size or not size:
-            return None
-        return protocol.decode(bytes(self.buffer[4 : 4 + size]))
+        if len(self.buffer) > LENGTH.size + MAX_INTRODUCTION_BYTES:
+            raise ProtocolError(f"more than {MAX_INTRODUCTION_BYTES} bytes of introduction")
+        payload = first_frame(self.buffer, MAX_INTRODUCTION_BYTES)
+        return protocol.decode(payload) if payload else None
 
 
 class Reception:
@@ -193,7 +191,7 @@ class Reception:
             message, answer = None, Refusal("session", "", str(error)[:1024])
         guest.sock.settimeout(HELLO_SECONDS)
         try:
-            Channel.over_tcp(guest.sock).send(answer or Done())
+            FrameSocket(guest.sock).send(answer or Done())
         except OSError as error:
             logger.warning("a prefill left during the handshake: %s", error)
         return message if answer is None else answer

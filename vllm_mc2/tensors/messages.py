@@ -8,6 +8,7 @@ a peer: bounds while decoding, the rest by the receiver on its own copy.
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -38,6 +39,12 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 
 
+def span_bytes(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:
+    """From a tensor's first byte to behind its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * item_bytes
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor in a pool: all that a peer must know to read it."""
 
@@ -55,8 +62,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     @property
     def span_bytes(self) -> int:
         """From the first byte to behind the last one."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        return (last + 1) * ITEM_BYTES[self.dtype]
+        return span_bytes(self.shape, self.strides, ITEM_BYTES[self.dtype])
 
     def check(self, pool_bytes: int) -> None:
         """Refuse a tensor that is not inside its pool.
@@ -99,7 +105,6 @@ class KvNotice(msgspec.Struct, frozen=True, tag=3, array_like=True, forbid_unkno
 
 Mail = PoolNotice | LayoutNotice | KvNotice
 _LEASE = struct.Struct("<III16s")
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Mail)
 
 
@@ -120,12 +125,6 @@ def unpack_ticket(packed: bytes) -> LeaseTicket:
     """Reverse of :func:`pack_ticket`."""
     slot, generation, layout, token = _LEASE.unpack(packed)
     return LeaseTicket((slot, generation), layout, token)
-
-
-def frame(mail: Mail) -> bytes:
-    """The mail as it goes over the wire, its length in front."""
-    payload = _encoder.encode(mail)
-    return len(payload).to_bytes(4, "little") + payload
 
 
 def decode(payload: bytes | memoryview) -> Mail:

@@ -16,7 +16,7 @@ import torch
 from vllm_mc2.errors import LayoutError
 from vllm_mc2.layout import PoolLayout, make_plan
 from vllm_mc2.memory import WorkerMemory
-from vllm_mc2.tensors.messages import ITEM_BYTES, Part, TensorSpec
+from vllm_mc2.tensors.messages import ITEM_BYTES, Part, TensorSpec, span_bytes
 
 HugePages = Literal["auto", "off", "require"]
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -33,12 +33,6 @@ def dtype_name(dtype: torch.dtype) -> str:
         return DTYPE_NAMES[dtype]
     except KeyError:
         raise LayoutError(f"dtype {dtype}: expected one of {', '.join(DTYPES)}") from None
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """From a tensor's first byte to behind its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * int(tensor.element_size())
 
 
 def check_tensor(tensor: torch.Tensor, what: str) -> None:
@@ -165,7 +159,7 @@ class PoolRegistry:
 
     def find(self, tensor: torch.Tensor) -> tuple[SharedPool, int] | None:
         """The pool that contains all of ``tensor``, and the offset in it; None when there is none."""
-        start, size = int(tensor.data_ptr()), span_bytes(tensor)
+        start, size = int(tensor.data_ptr()), span_bytes(tensor.shape, tensor.stride(), tensor.element_size())
         with self._lock:
             for pool in self._pools.values():
                 offset = start - pool.address

@@ -7,7 +7,6 @@ import math
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_mc2.channel import close_all, prepare_socket_dir, receive_some, socket_path
+from vllm_mc2.channel import DONTWAIT, LENGTH, close_all, prepare_socket_dir, receive_some, socket_path
 from vllm_mc2.errors import LayoutError, MC2Error, PeerUnreachableError, ProtocolError, UsageError
 from vllm_mc2.layout import mirror_plan
 from vllm_mc2.leases import LeaseId, PeerLeases
@@ -39,7 +38,6 @@ from vllm_mc2.tensors.pools import DTYPES, as_bytes, view_in
 logger = logging.getLogger("vllm.mc2.tensors")
 
 READ_BYTES = 1 << 16
-_LENGTH = struct.Struct("<I")
 
 
 class RemotePool:
@@ -54,13 +52,13 @@ class RemotePool:
             OSError: the kernel refused.
         """
         layout = notice.layout
-        layout.check()
+        plan = mirror_plan(layout)
         if sum(layout.region_bytes(region) for region in layout.regions) != layout.pool_bytes:
             # What lies in no region is not mapped, and a tensor over it would end this process.
             raise LayoutError(f"a pool of {layout.pool_bytes} bytes with holes")
-        self._memory = WorkerMemory(mirror_plan(notice.layout), shared=False, huge_pages="off")
-        self._memory.map_peer(0, notice.layout, fd)
-        self.num_bytes = notice.layout.pool_bytes
+        self._memory = WorkerMemory(plan, shared=False, huge_pages="off")
+        self._memory.map_peer(0, layout, fd)
+        self.num_bytes = layout.pool_bytes
         self._base = as_bytes(self._memory)
         self._prefault: threading.Thread | None = None
         if prefault:
@@ -126,46 +124,47 @@ class Prefill:
         self.unsettled: list[LeaseId] = []
         """Claims that were given up while prefill had yet to decide on them."""
         self._is_closed = False
-        self.is_over = False
-        """Its mail has ended, or made no sense."""
 
     def is_gone(self) -> bool:
         """Whether its process has exited, or has ended the session."""
         return self.session.is_gone()
 
-    def read_mail(self, inbox: "collections.deque[RemoteKV]") -> None:
+    def read_mail(self, inbox: "collections.deque[RemoteKV]") -> bool:
         """Take in what has arrived, without waiting.
+
+        Returns:
+            Whether more may come; False when the mail has ended.
 
         Raises:
             ProtocolError: it is not what a prefill sends. Nothing more is read from this one.
         """
         while True:
             try:
-                data = receive_some(self.mail, READ_BYTES, self._fds, socket.MSG_DONTWAIT)
+                data = receive_some(self.mail, READ_BYTES, self._fds, DONTWAIT)
             except BlockingIOError:
-                return
+                return True
             except OSError:
-                data = b""
+                return False
             if not data:
-                self.is_over = True
-                return
+                return False
             self._buffer += data
             is_cut = bool(self._fds)  # a read ends behind descriptors, whatever follows
             self._take_frames(inbox)
             if len(data) < READ_BYTES // 2 and not is_cut:
-                return
+                return True
 
     def _take_frames(self, inbox: "collections.deque[RemoteKV]") -> None:
         begin, have = 0, len(self._buffer)
         with memoryview(self._buffer) as view:
-            while have - begin >= 4:
-                (size,) = _LENGTH.unpack_from(view, begin)
+            while have - begin >= LENGTH.size:
+                (size,) = LENGTH.unpack_from(view, begin)
                 if size > MAX_FRAME_BYTES:
                     raise ProtocolError(f"mail of {size} bytes, at most {MAX_FRAME_BYTES} are allowed")
-                if have - begin - 4 < size:
+                end = begin + LENGTH.size + size
+                if have < end:
                     break
-                mail = decode(view[begin + 4 : begin + 4 + size])
-                begin += 4 + size
+                mail = decode(view[begin + LENGTH.size : end])
+                begin = end
                 if type(mail) is KvNotice:
                     inbox.append(self._noted(mail))
                 elif type(mail) is LayoutNotice:
@@ -314,11 +313,11 @@ class Receiver:
 
     def _read(self, prefill: Prefill) -> None:
         try:
-            prefill.read_mail(self._inbox)
+            goes_on = prefill.read_mail(self._inbox)
         except (ProtocolError, LayoutError) as error:
             logger.warning("a prefill is dropped for its mail: %s", error)
-            prefill.is_over = True
-        if prefill.is_over:
+            goes_on = False
+        if not goes_on:
             self._drop(prefill)
 
     def _drop(self, prefill: Prefill) -> None:

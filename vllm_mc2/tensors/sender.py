@@ -23,6 +23,7 @@ from vllm_mc2.protocol import (
     Refusal,
     TensorHello,
     TensorWelcome,
+    frame,
     new_incarnation,
 )
 from vllm_mc2.session import Answer, SessionServer
@@ -35,7 +36,6 @@ from vllm_mc2.tensors.messages import (
     Mail,
     PoolNotice,
     TensorSpec,
-    frame,
     pack_ticket,
 )
 from vllm_mc2.tensors.pools import REGISTRY, Layout

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from math import gcd
+from typing import Generic, TypeVar
 
 import torch
 
@@ -39,6 +40,7 @@ from vllm_mc2.bench.handoff.peers import PeerSender, connect_receiver, connect_s
 from vllm_mc2.bench.handoff.source import ContiguousSource
 from vllm_mc2.bench.handoff.ways import TRANSFER_SECONDS, ReceivingWay, SendingWay
 
+W = TypeVar("W", SendingWay, ReceivingWay)
 IDLE_SECONDS = 3600.0
 WARM_UP_REQUESTS = 8
 HEAD_START_NS = 200_000
@@ -61,7 +63,7 @@ def _ours(ask: Open) -> list[str]:
     return [way for way in ask.ways if way in OUR_WAYS]
 
 
-class Worker:
+class Worker(Generic[W]):
     """What both sides have in common.
 
     While turns are timed the main thread stays on one core, the sender's on another than the receiver's, as two engines have
@@ -77,6 +79,7 @@ class Worker:
         self._command = command
         self._peer = peer
         self._source: ContiguousSource | None = None
+        self._ways: dict[str, W] = {}
 
     def serve(self) -> None:
         """Do what is asked until the command is gone.
@@ -131,19 +134,30 @@ class Worker:
         """Change what is handed over next."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Give everything back."""
+    def forget(self) -> None:
+        """Drop what this side keeps besides its ways."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Give back everything that :meth:`open` made."""
+        os.sched_setaffinity(0, ALL_CORES)
+        gc.enable()
+        gc.unfreeze()
+        for way in self._ways.values():
+            way.close()
+        self._ways.clear()
+        self.forget()
+        self._source = None
+        gc.collect()
 
-class SenderWorker(Worker):
+
+class SenderWorker(Worker[SendingWay]):
     """Prefill's place."""
 
     core = ALL_CORES[0]
 
     def __init__(self, command: Link, peer: Link) -> None:
         super().__init__(command, peer)
-        self._ways: dict[str, SendingWay] = {}
         self._pattern = Pattern(BLOCK_BYTES)
         self._stamped: dict[int | None, Case] = {}
 
@@ -221,27 +235,18 @@ class SenderWorker(Worker):
             ours = next(way for way in self._ways.values() if isinstance(way, MC2Sender))
             ours.stamp(cache, case, stamp)
 
-    def close(self) -> None:
-        """Everything that :meth:`open` made."""
-        os.sched_setaffinity(0, ALL_CORES)
-        gc.enable()
-        gc.unfreeze()
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
+    def forget(self) -> None:
+        """What was stamped."""
         self._stamped.clear()
-        self._source = None
-        gc.collect()
 
 
-class ReceiverWorker(Worker):
+class ReceiverWorker(Worker[ReceivingWay]):
     """Decode's place."""
 
     core = ALL_CORES[len(ALL_CORES) // 2]
 
     def __init__(self, command: Link, peer: Link) -> None:
         super().__init__(command, peer)
-        self._ways: dict[str, ReceivingWay] = {}
         self._destination: Destination | None = None
 
     def open(self, ask: Open, fd: int | None) -> Opened:
@@ -300,13 +305,6 @@ class ReceiverWorker(Worker):
         """Is for senders."""
         raise TypeError("a receiver stamps nothing")
 
-    def close(self) -> None:
-        """Everything that :meth:`open` made."""
-        os.sched_setaffinity(0, ALL_CORES)
-        gc.enable()
-        gc.unfreeze()
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
-        self._source = self._destination = None
-        gc.collect()
+    def forget(self) -> None:
+        """The buffer of all copies."""
+        self._destination = None

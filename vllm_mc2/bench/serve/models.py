@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,25 @@ def fat_model(folder: Path) -> Path:
     place = folder / FAT
     if (place / "config.json").exists():
         return place
-    folder.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and renamed into it, so that a folder that exists is complete.
-    draft = Path(tempfile.mkdtemp(prefix=f".{FAT}-", dir=folder))
+    make_once(place, _make)
+    return place
+
+
+def make_once(place: Path, make: Callable[[Path], None]) -> None:
+    """Let ``make`` write a folder, beside ``place``, and rename it into it: a folder that exists is complete."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
-        _make(draft)
+        make(draft)
         draft.chmod(0o755)
-        draft.rename(place)
+        try:
+            draft.rename(place)
+        except OSError:
+            # Another process was quicker; its folder is as complete as this one.
+            if not place.exists():
+                raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return place
 
 
 def _make(target: Path) -> None:
@@ -70,13 +80,13 @@ def _make(target: Path) -> None:
     torch.manual_seed(FAT_SEED)
     model = transformers.LlamaForCausalLM(config).to(torch.float32).eval()
     with torch.no_grad():
-        _scale(model)
+        scale_weights(model, LOGIT_SCALE)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1)
     model.save_pretrained(target)
 
 
-def _scale(model: Any) -> None:
-    """Unit gain for every matrix, and attention sharp enough for old tokens to matter."""
+def scale_weights(model: Any, logit_std: float) -> None:
+    """Unit gain for every matrix of a random model, and attention sharp enough for old tokens to matter."""
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             weight.normal_(0.0, weight.shape[1] ** -0.5)
@@ -86,4 +96,4 @@ def _scale(model: Any) -> None:
             weight.mul_(2.0**0.5)
         if name.endswith(("v_proj.weight", "o_proj.weight")):
             weight.mul_(2.0)
-    model.lm_head.weight.mul_(LOGIT_SCALE)
+    model.lm_head.weight.mul_(logit_std)
