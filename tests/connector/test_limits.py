@@ -51,6 +51,12 @@ def test_the_contract_check_sees_a_missing_or_changed_method() -> None:
         assert compat.check_contract() == ["BlockPool._remove_cached_block_hashes('block',)"]
     with mock.patch.object(compat.KVCacheBlock, "set_block_hash", lambda self, block_hash: None):
         assert compat.check_contract() == ["set_block_hash('block_hash', 'num_tokens')"]
+    with mock.patch.object(
+        compat.KVCacheBlock, "__init__", lambda self, block_id, ref_cnt, key, num_tokens, pool: None
+    ):
+        assert compat.check_contract() == [
+            "KVCacheBlock('block_id', 'ref_cnt', '_block_hash', '_block_hash_num_tokens')"
+        ]
     with mock.patch.object(compat, "make_block_hash_with_group_id", lambda block_hash, group: (block_hash, group)):
         assert compat.check_contract() == ["make_block_hash_with_group_id"]
     with mock.patch.object(compat, "BlockPool", object):

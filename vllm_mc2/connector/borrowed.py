@@ -19,6 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_mc2.connector import compat
+from vllm_mc2.connector.compat import LentBlock
 from vllm_mc2.leases import LeaseId
 
 BIAS = 1 << 20
@@ -42,17 +43,6 @@ class Loan:
     is_over: bool = False
 
 
-class _Borrowed:
-    """A borrowed block and the loans that keep it: hardly ever more than one, so tuples, which blocks can share."""
-
-    __slots__ = ("block", "lingering", "owners")
-
-    def __init__(self, block: KVCacheBlock, owners: "tuple[Loan, ...]") -> None:
-        self.block = block
-        self.owners = owners
-        self.lingering: tuple[Loan, ...] = ()
-
-
 class BorrowedBlocks:
     """All borrowed blocks of an engine. ``release(loan)`` is called once for each loan, when nothing uses it any more."""
 
@@ -60,8 +50,7 @@ class BorrowedBlocks:
         self._pool = block_pool
         self._block_size = block_size
         self._release = release
-        self._make_block = compat.block_maker(BIAS, self)
-        self._borrowed: dict[int, _Borrowed] = {}
+        self._borrowed: dict[int, LentBlock] = {}
 
     def __len__(self) -> int:
         return len(self._borrowed)
@@ -75,22 +64,25 @@ class BorrowedBlocks:
             False when a block already stands for another prefix, which two honest tickets never cause.
         """
         # Runs in the scheduler's step, for thousands of blocks: what can be had outside the loop is.
-        known, owned, only_this = self._borrowed, loan.owned, (loan,)
+        known, owned, only_this, nobody = self._borrowed, loan.owned, (loan,), ()
         cache, num_tokens = compat.PrefixCache(self._pool), 0
-        find, key_suffix, make_block = cache.find, cache.key_suffix, self._make_block
+        find, insert, key_suffix = cache.find, cache.insert, cache.key_suffix
         for block_id, block_hash in zip(loan.block_ids, block_hashes, strict=False):
             num_tokens += self._block_size
             key = block_hash + key_suffix
             found = find(key)
             if found is not None and found.block_id != block_id:
                 continue
-            borrowed = known.get(block_id)
-            if borrowed is None:
-                borrowed = known[block_id] = _Borrowed(make_block(block_id), only_this)
-            if found is None and not cache.enter(borrowed.block, key, num_tokens):
-                return False
-            if loan not in borrowed.owners:
-                borrowed.owners += only_this
+            block = known.get(block_id)
+            if block is None:
+                block = known[block_id] = LentBlock(block_id, BIAS, key, num_tokens, pool=self)
+                block.owners, block.lingering = only_this, nobody
+                insert(key, block)
+            else:
+                if found is None and not cache.enter(block, key, num_tokens):
+                    return False
+                if loan not in block.owners:
+                    block.owners += only_this
             owned.add(block_id)
         return True
 
@@ -98,17 +90,17 @@ class BorrowedBlocks:
         """The loan's last user has ended: take its blocks out of the prefix cache, and release it as soon as none is read."""
         loan.is_over = True
         for block_id in loan.owned:
-            borrowed = self._borrowed[block_id]
-            if len(borrowed.owners) > 1:
+            block = self._borrowed[block_id]
+            if len(block.owners) > 1:
                 # Another owner's lease keeps the block where it is.
-                borrowed.owners = tuple(owner for owner in borrowed.owners if owner is not loan)
+                block.owners = tuple(owner for owner in block.owners if owner is not loan)
                 continue
-            borrowed.owners = ()
-            compat.leave_prefix_cache(self._pool, borrowed.block)
-            if borrowed.block.ref_cnt == BIAS:
-                self._forget(borrowed)
+            block.owners = ()
+            compat.leave_prefix_cache(self._pool, block)
+            if block.ref_cnt == BIAS:
+                self._forget(block)
             else:
-                borrowed.lingering += (loan,)
+                block.lingering += (loan,)
                 loan.lingering.add(block_id)
         loan.owned.clear()
         if not loan.lingering:
@@ -119,21 +111,21 @@ class BorrowedBlocks:
         for block in blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == BIAS:
-                borrowed = self._borrowed[block.block_id]
-                if borrowed.owners:
-                    self._let_go(borrowed)
+                lent = self._borrowed[block.block_id]
+                if lent.owners:
+                    self._let_go(lent)
                 else:
-                    self._forget(borrowed)
+                    self._forget(lent)
 
-    def _forget(self, borrowed: _Borrowed) -> None:
+    def _forget(self, block: LentBlock) -> None:
         """Nobody reads the block and nobody wants it hit any more."""
-        del self._borrowed[borrowed.block.block_id]
-        self._let_go(borrowed)
+        del self._borrowed[block.block_id]
+        self._let_go(block)
 
-    def _let_go(self, borrowed: _Borrowed) -> None:
+    def _let_go(self, block: LentBlock) -> None:
         """The block is not read any more: loans that waited only for that are done."""
-        for loan in borrowed.lingering:
-            loan.lingering.discard(borrowed.block.block_id)
+        for loan in block.lingering:
+            loan.lingering.discard(block.block_id)
             if not loan.lingering:
                 self._release(loan)
-        borrowed.lingering = ()
+        block.lingering = ()

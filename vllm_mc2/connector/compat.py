@@ -4,11 +4,10 @@ Each function says what it relies on. :func:`check_contract` looks for all of it
 attach off with one clear log line, and requests are computed where they land. Tried with vLLM 0.32.0 (CPU build).
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -38,11 +37,7 @@ except ImportError:
     TransferResults = None
 
 
-class ForeignBlocks(Protocol):
-    """The owner of blocks that are not vLLM's: what ``KVCacheBlock.pool`` must answer to (0.30, ``BlockPool.free_blocks``)."""
-
-    def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take back one reference of each block."""
+_BLOCK_FIELDS = ("block_id", "ref_cnt", "_block_hash", "_block_hash_num_tokens")
 
 
 def check_contract() -> list[str]:
@@ -64,6 +59,8 @@ def check_contract() -> list[str]:
         method = getattr(owner, name, None)
         if method is None or tuple(inspect.signature(method).parameters)[1:] != parameters:
             missing.append(f"{prefix}{name}{parameters}")
+    if tuple(inspect.signature(KVCacheBlock).parameters)[:4] != _BLOCK_FIELDS:
+        missing.append(f"KVCacheBlock{_BLOCK_FIELDS}")
     code = getattr(BlockPool.__init__, "__code__", None)
     if code is None or "cached_block_hash_to_block" not in code.co_names:
         missing.append("BlockPool.cached_block_hash_to_block")
@@ -187,9 +184,19 @@ def tensor_parallel_rank() -> int:
 # --- scheduler: blocks and requests -----------------------------------------------------------------------------------
 
 
-def block_maker(ref_cnt: int, owner: ForeignBlocks) -> Callable[[int], KVCacheBlock]:
-    """Makes blocks of ours by id. vLLM hands them back to ``owner.free_blocks`` (``KVCacheBlock.pool``, 0.30+)."""
-    return functools.partial(KVCacheBlock, ref_cnt=ref_cnt, pool=owner)
+class LentBlock(KVCacheBlock):
+    """A peer's block as vLLM's own kind of block: ``LentBlock(block_id, ref_cnt, key, num_tokens, pool=...)``.
+
+    It is a hit for ``key`` from the start (private fields of ``KVCacheBlock``, by position), once it is in the map. vLLM hands
+    it back to ``pool.free_blocks`` (0.30). One object with room for who keeps it, made in one call: a request brings
+    thousands of them into the scheduler's step.
+    """
+
+    __slots__ = ("lingering", "owners")
+    owners: tuple[Any, ...]
+    """Who wants it to be a hit."""
+    lingering: tuple[Any, ...]
+    """Who has ended, and waits for its last reader."""
 
 
 _NO_HASH: Any = b""
@@ -198,30 +205,30 @@ _NO_HASH: Any = b""
 class PrefixCache:
     """vLLM's prefix cache as it is now: not to be kept, since ``reset_prefix_cache`` replaces the map.
 
-    A key is a block hash with :attr:`key_suffix`; ``find(key)`` is its block, or None.
-    ``BlockPool.get_cached_block`` and ``_insert_block_hash`` do the same as ``find`` and :meth:`enter`, with checks that are
-    made here already: half of what attaching a block would cost.
+    A key is a block hash with :attr:`key_suffix`; ``find(key)`` is its block, or None; ``insert(key, block)`` makes a block that
+    has this hash a hit. ``BlockPool.get_cached_block`` and ``_insert_block_hash`` do the same with checks that are made here
+    already: most of what attaching a block would cost.
     """
 
-    __slots__ = ("_insert", "_pool", "find")
+    __slots__ = ("_pool", "find", "insert")
     key_suffix: Any = make_block_hash_with_group_id(_NO_HASH, 0)
     """What makes a block hash a key of group 0; calling vLLM's function for each costs ten times as much."""
 
     def __init__(self, pool: BlockPool) -> None:
         blocks = pool.cached_block_hash_to_block
         self.find: Callable[[Any], KVCacheBlock | None] = blocks.get_one_block
-        self._insert: Callable[[Any, KVCacheBlock], None] = blocks.insert
+        self.insert: Callable[[Any, KVCacheBlock], None] = blocks.insert
         self._pool = pool
 
     def enter(self, block: KVCacheBlock, key: Any, num_tokens: int) -> bool:
-        """Make ``block`` a hit for ``key``, which nothing is a hit for; False when it already stands for another prefix."""
+        """Make a block a hit for ``key`` again, which nothing is a hit for; False when it stands for another prefix."""
         if block.block_hash is not None:
             if block.block_hash != key:
                 return False
             # After reset_prefix_cache the block keeps its hash while the new map does not know it.
             self._pool._remove_cached_block_hashes(block)
         block.set_block_hash(key, num_tokens=num_tokens)
-        self._insert(key, block)
+        self.insert(key, block)
         return True
 
 
