@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ from vllm_mc2.bench.serve.results import (
     ThroughputRow,
     TtftRow,
 )
+from vllm_mc2.bench.serve.rounds import Rounds
 from vllm_mc2.bench.serve.settings import SYSTEMS, Settings
 from vllm_mc2.bench.stats import spread
 
@@ -142,6 +144,30 @@ def synthetic(**mc2: object) -> Results:
 
 def verdicts(results: Results) -> dict[str, bool]:
     return {check.name: check.ok for check in checks(results, FAT)}
+
+
+def test_ratios_that_were_measured_turn_by_turn_count_more_than_medians() -> None:
+    results = synthetic(itl_ms=45.0, prefill_ms=12000.0)
+    assert not verdicts(results)["ITL over that without hand-off, 4097 tokens"]
+    ours = next(index for index, row in enumerate(results.ttft) if row.system == "mc2" and row.prompt_tokens == 4097)
+    ratios = {"itl_over_none": spread([1.0, 1.05, 1.3]), "prefill_over_none": spread([0.9, 1.2, 1.3])}
+    results.ttft[ours] = msgspec.structs.replace(results.ttft[ours], **ratios)
+    found = verdicts(results)
+    assert found["ITL over that without hand-off, 4097 tokens"]
+    assert not found["prefill leg over that without hand-off, 4097 tokens"]
+
+
+def test_ours_and_the_pair_without_hand_off_have_their_turns_side_by_side() -> None:
+    fleet = SimpleNamespace(systems=dict.fromkeys(SYSTEMS))
+    rounds = Rounds(fleet, SimpleNamespace(), model=FAT, group=0, vocabulary=100, seed=1)  # type: ignore[arg-type]
+    first = set()
+    for repeat in range(20):
+        order = rounds._order(repeat, 1024)
+        assert sorted(order) == sorted({*SYSTEMS, FLOOR} - {COLD})
+        distance = order.index("none") - order.index("mc2")
+        assert abs(distance) == 1
+        first.add(distance)
+    assert first == {-1, 1}
 
 
 def test_checks_on_a_good_run() -> None:

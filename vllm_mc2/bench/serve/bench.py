@@ -31,7 +31,7 @@ from vllm_mc2.bench.serve.results import (
     ThroughputRow,
 )
 from vllm_mc2.bench.serve.rounds import Rounds, random_prompt
-from vllm_mc2.bench.serve.settings import ANSWER_TOKENS, BASE_SYSTEMS, PEERS, Settings
+from vllm_mc2.bench.serve.settings import ANSWER_TOKENS, BASE_SYSTEMS, PEERS, STEADY_TOKENS, Settings
 
 BLOCK_SIZE = 128
 """vLLM's default on CPUs, given explicitly."""
@@ -95,7 +95,9 @@ class Sizes(msgspec.Struct, frozen=True):
         """
         lengths = tuple(sorted({_blocks(length) for length in settings.lengths_of(fat=model.is_fat)}))
         load_length, hold_length = min(_blocks(LOAD_LENGTH), lengths[0]), min(_blocks(HOLD_LENGTH), lengths[0])
-        max_model_len = _blocks(max(lengths[-1] + 1 + ANSWER_TOKENS, hold_length + 1 + HELD_ANSWER_TOKENS))
+        max_model_len = _blocks(
+            max(lengths[-1] + 1 + max(ANSWER_TOKENS, STEADY_TOKENS), hold_length + 1 + HELD_ANSWER_TOKENS)
+        )
         # A held answer grows by some blocks until it is broken off.
         lent = max(
             max(settings.concurrency, default=0) * _blocks(load_length + 1 + ANSWER_TOKENS),
@@ -218,6 +220,9 @@ class Group:
                     rounds.run(length, repeat)
                     seconds = time.monotonic() - started
                     self._say(f"repeat {repeat + 1} of {self._settings.repeats}, {length} tokens: {seconds:.0f} s")
+            for length in self._sizes.lengths:
+                self._say(f"time between tokens beside that without hand-off, {length} tokens")
+                rounds.compare_itl(length)
         finally:
             self._results.ttft += rounds.rows()
         if counted is not None:

@@ -1,4 +1,6 @@
-"""The promises that a run checks. Ratios are of medians that were measured side by side, in one group."""
+"""The promises that a run checks. Ratios are of medians that were measured side by side, in one group; those to a pair without
+hand-off are medians of the rounds' own ratios.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,16 @@ def _ttft(results: Results, model: str, group: int, *, is_fat: bool) -> Iterator
 
 def _undisturbed(model: str, ours: TtftRow, none: TtftRow) -> Iterator[Check]:
     where = f"{ours.prompt_tokens} tokens"
-    for what, mine, theirs in (("prefill leg", ours.prefill, none.prefill), ("ITL", ours.itl, none.itl)):
-        if mine is not None and theirs is not None:
-            yield _ratio(f"{what} over that without hand-off, {where}", model, mine, theirs, MAX_OVER_NONE)
+    both = (
+        ("prefill leg", ours.prefill, none.prefill, ours.prefill_over_none),
+        ("ITL", ours.itl, none.itl, ours.itl_over_none),
+    )
+    for what, mine, theirs, ratio in both:
+        name = f"{what} over that without hand-off, {where}"
+        if ratio is not None:
+            yield Check(name=name, model=model, limit=MAX_OVER_NONE, measured=ratio.median, unit="x")
+        elif mine is not None and theirs is not None:
+            yield _ratio(name, model, mine, theirs, MAX_OVER_NONE)
 
 
 def _ratio(name: str, model: str, mine: Spread, theirs: Spread, limit: float) -> Check:

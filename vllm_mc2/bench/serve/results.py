@@ -48,6 +48,10 @@ class TtftRow(msgspec.Struct, frozen=True, kw_only=True):
     """From the first request to the first token: both legs."""
     itl: Spread | None = None
     """Time between two tokens after the first; each sample is the median of one answer, of four gaps at a time."""
+    prefill_over_none: Spread | None = None
+    itl_over_none: Spread | None = None
+    """Ours over a pair without hand-off, which has its turn right before or after with the same prompt: of ratios, since the
+    machine's speed changes more from round to round than the two systems differ."""
     tokens_equal: bool | None = None
     """Whether every answer was that of the single server; None without one."""
 

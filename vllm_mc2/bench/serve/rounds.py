@@ -11,13 +11,14 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vllm_mc2.bench.serve.client import Client
 from vllm_mc2.bench.serve.fleet import Fleet, System
 from vllm_mc2.bench.serve.legs import both_legs
 from vllm_mc2.bench.serve.results import COLD, FLOOR, HIT, TAIL, TtftRow
-from vllm_mc2.bench.serve.settings import ANSWER_TOKENS, SHORT_ANSWER_TOKENS
-from vllm_mc2.bench.stats import spread
+from vllm_mc2.bench.serve.settings import ANSWER_TOKENS, SHORT_ANSWER_TOKENS, STEADY_TOKENS, STEADY_TURNS
+from vllm_mc2.bench.stats import Spread, spread
 
 # The single server is also prefill of the pair without hand-off; with a salt they share no cached block.
 SINGLE_SALT = "single"
@@ -39,6 +40,8 @@ class Samples:
     decode_ttft: list[float] = field(default_factory=list)
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
+    steady: list[float] = field(default_factory=list)
+    """Time between tokens of long answers."""
     equal: list[bool] = field(default_factory=list)
 
 
@@ -82,11 +85,31 @@ class Rounds:
         if "mc2" in self._fleet.systems:
             self._fleet.attempt("mc2", lambda system: self._tail(system, prompt[:-1], short))
 
+    def compare_itl(self, length: int) -> None:
+        """Long answers to one prompt, ours and those of a pair without hand-off in turn: what is compared is a matter of
+        percents, and the machine's speed changes by more within seconds.
+        """
+        if not {"mc2", "none"} <= set(self._fleet.systems):
+            return
+        prompt = self._prompt("steady", length)
+        for turn in range(STEADY_TURNS):
+            for name in ("mc2", "none") if turn % 2 else ("none", "mc2"):
+                self._fleet.attempt(name, lambda system: self._steady(system, prompt))
+
+    def _steady(self, system: System, prompt: Sequence[int]) -> None:
+        timing = both_legs(self._client, system, prompt, STEADY_TOKENS)
+        system.hand_off.clear()
+        self._samples[system.name, len(prompt)].steady.append(timing.answer.itl_seconds)
+
     def _order(self, repeat: int, length: int) -> list[str]:
         names = [name for name in self._fleet.systems if name != COLD]
         if COLD in self._fleet.systems:
             names.append(FLOOR)
         random.Random(repr((self._seed, repeat, length))).shuffle(names)  # noqa: S311  not a secret
+        if {"mc2", "none"} <= set(names):
+            # Neighbours, each as often the first: what the pair without hand-off says of ours is a matter of percents.
+            names.remove("none")
+            names.insert(names.index("mc2") + repeat % 2, "none")
         return names
 
     def rows(self) -> Iterator[TtftRow]:
@@ -104,8 +127,19 @@ class Rounds:
                 decode_ttft=spread(samples.decode_ttft) if samples.decode_ttft else None,
                 ttft=spread(samples.ttft),
                 itl=spread(samples.itl) if samples.itl else None,
+                prefill_over_none=self._over_none(system, length, "prefill"),
+                itl_over_none=self._over_none(system, length, "steady"),
                 tokens_equal=all(samples.equal) if samples.equal else None,
             )
+
+    def _over_none(self, system: str, length: int, what: Literal["prefill", "steady"]) -> Spread | None:
+        mine = getattr(self._samples[system, length], what)
+        none = self._samples.get(("none", length))
+        if system != "mc2" or none is None or "none" in self._fleet.left_out:
+            return None
+        theirs = getattr(none, what)
+        # Of the same rounds only; a system that failed once is left out as a whole.
+        return spread([a / b for a, b in zip(mine, theirs, strict=False)]) if mine and theirs else None
 
     def _cold(self, system: System, prompt: Sequence[int]) -> list[int]:
         answer = self._client.complete(system.decode.url, prompt, ANSWER_TOKENS, salt=SINGLE_SALT)

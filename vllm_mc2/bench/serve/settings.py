@@ -10,6 +10,9 @@ SYSTEMS = (*BASE_SYSTEMS, *PEERS)
 
 ANSWER_TOKENS = 33
 """Tokens of a measured answer: the first, and 32 gaps between tokens after it."""
+STEADY_TOKENS = 97
+STEADY_TURNS = 12
+"""Answers, and their length, for comparing our time between tokens with that of a pair without hand-off, turn by turn."""
 SHORT_ANSWER_TOKENS = 8
 """Tokens of an answer of which only the first is timed; the others show that it is right."""
 
