@@ -221,7 +221,7 @@ def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
     rows = {row.system: row for row in results.ttft}
     assert set(rows) == {"single", "single-hit", "single-floor", "none", "mc2", "mc2-tail"}
     assert all(rows[system].tokens_equal for system in ("single-floor", "none", "mc2", "mc2-tail"))
-    assert [(handoff.attached, handoff.not_attached) for handoff in results.handoffs] == [(2, 0)]
+    assert [(handoff.attached, handoff.not_attached) for handoff in results.handoffs] == [(6, 0)]
     assert results.handoffs[0].kv_bytes_not_copied > 0
     assert {row.system for row in results.throughput} == {row.system for row in results.idle_cpu} == {"none", "mc2"}
     assert "checks" in text

@@ -222,7 +222,7 @@ class Group:
                     self._say(f"repeat {repeat + 1} of {self._settings.repeats}, {length} tokens: {seconds:.0f} s")
             for length in self._sizes.lengths:
                 self._say(f"time between tokens beside that without hand-off, {length} tokens")
-                rounds.compare_itl(length)
+                rounds.compare_itl(length, self._settings.steady_turns)
         finally:
             self._results.ttft += rounds.rows()
         if counted is not None:

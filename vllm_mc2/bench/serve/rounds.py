@@ -17,7 +17,7 @@ from vllm_mc2.bench.serve.client import Client
 from vllm_mc2.bench.serve.fleet import Fleet, System
 from vllm_mc2.bench.serve.legs import both_legs
 from vllm_mc2.bench.serve.results import COLD, FLOOR, HIT, TAIL, TtftRow
-from vllm_mc2.bench.serve.settings import ANSWER_TOKENS, SHORT_ANSWER_TOKENS, STEADY_TOKENS, STEADY_TURNS
+from vllm_mc2.bench.serve.settings import ANSWER_TOKENS, SHORT_ANSWER_TOKENS, STEADY_TOKENS
 from vllm_mc2.bench.stats import Spread, spread
 
 # The single server is also prefill of the pair without hand-off; with a salt they share no cached block.
@@ -85,14 +85,14 @@ class Rounds:
         if "mc2" in self._fleet.systems:
             self._fleet.attempt("mc2", lambda system: self._tail(system, prompt[:-1], short))
 
-    def compare_itl(self, length: int) -> None:
+    def compare_itl(self, length: int, turns: int) -> None:
         """Long answers to one prompt, ours and those of a pair without hand-off in turn: what is compared is a matter of
         percents, and the machine's speed changes by more within seconds.
         """
         if not {"mc2", "none"} <= set(self._fleet.systems):
             return
         prompt = self._prompt("steady", length)
-        for turn in range(STEADY_TURNS):
+        for turn in range(turns):
             for name in ("mc2", "none") if turn % 2 else ("none", "mc2"):
                 self._fleet.attempt(name, lambda system: self._steady(system, prompt))
 

@@ -11,8 +11,7 @@ SYSTEMS = (*BASE_SYSTEMS, *PEERS)
 ANSWER_TOKENS = 33
 """Tokens of a measured answer: the first, and 32 gaps between tokens after it."""
 STEADY_TOKENS = 97
-STEADY_TURNS = 12
-"""Answers, and their length, for comparing our time between tokens with that of a pair without hand-off, turn by turn."""
+"""Length of the answers by which our time between tokens is compared with that of a pair without hand-off, turn by turn."""
 SHORT_ANSWER_TOKENS = 8
 """Tokens of an answer of which only the first is timed; the others show that it is right."""
 
@@ -36,6 +35,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ready_seconds: float = 600.0
     """How long servers that start together may take."""
     seed: int = 1
+
+    @property
+    def steady_turns(self) -> int:
+        """How many such answers."""
+        return min(12, 4 * self.repeats)
 
     def lengths_of(self, *, fat: bool) -> tuple[int, ...]:
         """Prompt lengths for one model, ascending, each once."""
