@@ -6,6 +6,9 @@ PYTEST := $(BIN)/python -m pytest
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 CHECKS := fmt lint types native unit connector bench-code chaos-short e2e
 ROUNDS ?= 1000
+# make demo: MODE=pull copies the blocks, TP=2 has two workers on either side.
+MODE ?= auto
+TP ?= 1
 SEED ?=
 
 .PHONY: setup demo test chaos chaos-mutants bench-native bench-handoff bench-serve clean $(CHECKS)
@@ -16,7 +19,7 @@ setup:
 	@$(BIN)/python examples/setup/models.py
 
 demo: setup
-	@$(BIN)/python -m examples.demo
+	@$(BIN)/python -m examples.demo --mode $(MODE) --tp $(TP)
 
 test: setup
 	@$(MAKE) --no-print-directory $(CHECKS)

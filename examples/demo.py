@@ -1,6 +1,8 @@
 """Show it working: real prompts through prefill, decode and proxy, compared with a plain server.
 
-    make demo            (or: .venv/bin/python -m examples.demo)
+    make demo                    (or: .venv/bin/python -m examples.demo)
+    make demo MODE=pull          decode copies the blocks instead of using them in place
+    make demo TP=2               two workers on either side, with the tiny model
 
 Starts four processes: a prefill and a decode server that hand over KV by block table, the proxy, and a
 plain single server for reference. Asks the proxy and the plain server the same, greedily, and compares
@@ -9,7 +11,7 @@ streamed answers too; requests go one at a time for that. Decode's time to first
 measured from the arrival of the decode leg.
 
 Writes build/demo.json. Exit status 0 only if every answer equals the plain server's and every prompt was
-attached. All processes are gone afterwards, whatever happens.
+attached (MODE=pull: copied). All processes are gone afterwards, whatever happens.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from examples.pair import CONNECTOR, ROOT, Pair, Server, ServerError, vllm_server
 
-MODEL = ROOT / "build" / "models" / "smollm2-135m-instruct"
+MODELS = ROOT / "build" / "models"
+REAL, TINY = MODELS / "smollm2-135m-instruct", MODELS / "tiny-llama"
 RESULT = ROOT / "build" / "demo.json"
 STORY = Path(__file__).with_name("alice.txt").read_text()
 
@@ -39,7 +42,7 @@ ANSWER_TOKENS = 40
 REQUEST_SECONDS = 300.0
 METRIC_SECONDS = 3.0
 PROGRESS_SECONDS = 5.0
-ATTACH = "attach"
+WAYS = {"auto": "attach", "attach": "attach", "pull": "pull"}
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -48,6 +51,7 @@ TTFT = "vllm:time_to_first_token_seconds"
 HANDOFFS = "vllm:mc2_handoffs_total"
 BLOCKS = "vllm:mc2_blocks_attached_total"
 BYTES = "vllm:mc2_kv_bytes_not_copied_total"
+COPIED = "vllm:mc2_kv_bytes_copied_total"
 HANDOFF_SECONDS = "vllm:mc2_handoff_seconds_total"
 
 
@@ -81,6 +85,7 @@ class Row:
     prompt_tokens: int
     blocks_attached: int
     kv_bytes_not_copied: int
+    kv_bytes_copied: int
     handoff_us: float
     decode_ttft_ms: float
     way: str
@@ -105,10 +110,10 @@ def cases() -> list[Case]:
 # What is asked, and what came back.
 
 
-def ask(url: str, case: Case) -> Reply:
+def ask(url: str, case: Case, model: str) -> Reply:
     """Send one request, greedy, and collect the answer, streamed or not."""
     body = {
-        "model": MODEL.name,
+        "model": model,
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
         "return_token_ids": True,
@@ -205,17 +210,18 @@ def change(server: Server, before: Counters) -> Counters:
         time.sleep(0.05)
 
 
-def measure(case: Case, pair: Pair, single: Server) -> Row:
+def measure(case: Case, pair: Pair, single: Server, model: str) -> Row:
     """One request through the pair and to the plain server."""
     before = Counters.read(pair.decode)
-    ours = ask(pair.url, case)
+    ours = ask(pair.url, case, model)
     counted = change(pair.decode, before)
-    plain = ask(single.url, case)
+    plain = ask(single.url, case, model)
     return Row(
         name=case.name,
         prompt_tokens=ours.prompt_tokens,
         blocks_attached=round(counted.sums.get(BLOCKS, 0.0)),
         kv_bytes_not_copied=round(counted.sums.get(BYTES, 0.0)),
+        kv_bytes_copied=round(counted.sums.get(COPIED, 0.0)),
         handoff_us=round(counted.handoff_us, 1),
         decode_ttft_ms=round(counted.decode_ttft_ms, 1),
         way=counted.way,
@@ -233,7 +239,7 @@ def say(text: str) -> None:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows, at most 100 columns wide."""
-    titles = ["request", "prompt tokens", "blocks attached", "KV bytes not copied"]
+    titles = ["request", "prompt", "blocks attached", "KV bytes not copied", "copied"]
     titles += ["hand-off us", "decode TTFT ms", "way", "equal"]
     lines = [titles]
     lines += [
@@ -242,6 +248,7 @@ def table(rows: Sequence[Row]) -> str:
             str(row.prompt_tokens),
             str(row.blocks_attached),
             f"{row.kv_bytes_not_copied:,}",
+            f"{row.kv_bytes_copied:,}",
             f"{row.handoff_us:.1f}",
             f"{row.decode_ttft_ms:.1f}",
             row.way,
@@ -250,7 +257,7 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-    left = {0, 6, 7}
+    left = {0, 7, 8}
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)
@@ -284,23 +291,41 @@ def write_result(rows: Sequence[Row], ok: bool) -> None:
 # Running it.
 
 
-def start(stack: ExitStack, connector: str | None) -> tuple[Pair, Server]:
+@dataclass(frozen=True)
+class Setting:
+    """How the pair is set up."""
+
+    connector: str | None = CONNECTOR
+    mode: str = "auto"
+    tensor_parallel_size: int = 1
+
+    @property
+    def model(self) -> Path:
+        """Two workers on either side are too much for the real model on two cores."""
+        return REAL if self.tensor_parallel_size == 1 else TINY
+
+
+def start(stack: ExitStack, setting: Setting) -> tuple[Pair, Server]:
     """Start all servers at once (two cores: quicker than one after the other) and wait."""
-    started, progress = time.monotonic(), Progress()
-    say(f"demo: starting prefill, decode, proxy and a plain server with {MODEL.name} ...")
-    pair = stack.enter_context(Pair(MODEL, connector=connector, max_model_len=MAX_MODEL_LEN))
-    single = stack.enter_context(vllm_server("single", MODEL, max_model_len=MAX_MODEL_LEN))
+    started, progress, model = time.monotonic(), Progress(), setting.model
+    say(f"demo: starting prefill, decode, proxy and a plain server with {model.name} ...")
+    size = ["--tensor-parallel-size", str(setting.tensor_parallel_size)] if setting.tensor_parallel_size > 1 else []
+    extra = {"mode": setting.mode} if setting.connector is not None else None
+    pair = stack.enter_context(
+        Pair(model, connector=setting.connector, decode_extra=extra, max_model_len=MAX_MODEL_LEN, arguments=size)
+    )
+    single = stack.enter_context(vllm_server("single", model, max_model_len=MAX_MODEL_LEN))
     for server in (*pair.servers, single):
         server.wait_ready(progress=progress)
         say(f"demo: {server.name} ready after {time.monotonic() - started:.0f} s")
     return pair, single
 
 
-def converse(pair: Pair, single: Server, rows: list[Row]) -> None:
+def converse(pair: Pair, single: Server, model: str, rows: list[Row]) -> None:
     """All requests, one after the other; `rows` keeps what was done if one fails."""
     try:
         for case in cases():
-            row = measure(case, pair, single)
+            row = measure(case, pair, single, model)
             rows.append(row)
             say(f"\n[{row.name}] {row.prompt_tokens} prompt tokens, way: {row.way}\n{row.text.strip()}")
     except (DemoError, httpx.HTTPError) as error:
@@ -309,23 +334,24 @@ def converse(pair: Pair, single: Server, rows: list[Row]) -> None:
         raise DemoError("\n".join([f"{error!s:.2000}", *tails])) from error
 
 
-def run(connector: str | None) -> bool:
-    """The whole demo; True if all answers were equal and all prompts attached."""
+def run(setting: Setting) -> bool:
+    """The whole demo; True if all answers were equal and all prompts came in the way that was asked for."""
     RESULT.unlink(missing_ok=True)
     rows: list[Row] = []
-    ok = False
+    ok, way = False, WAYS[setting.mode]
     with ExitStack() as stack:
         try:
-            pair, single = start(stack, connector)
-            converse(pair, single, rows)
-            ok = all(row.equal and row.way == ATTACH for row in rows)
+            pair, single = start(stack, setting)
+            converse(pair, single, setting.model.name, rows)
+            ok = all(row.equal and row.way == way for row in rows)
         finally:
             # From here on only cleaning up: a second Ctrl-C must not leave servers behind.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             write_result(rows, ok)
     say(f"\n{table(rows)}\n")
-    say(f"demo: {'all equal, all attached' if ok else 'NOT all equal and attached'}; see {RESULT}")
+    done = {"attach": "attached", "pull": "pulled"}[way]
+    say(f"demo: {f'all equal, all {done}' if ok else f'NOT all equal and {done}'}; see {RESULT}")
     return ok
 
 
@@ -336,15 +362,19 @@ def interrupt(_signal: int, _frame: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Demo of vllm-mc2 with real servers.")
     parser.add_argument("--without-connector", action="store_true", help="plain servers (fails)")
+    parser.add_argument("--mode", choices=sorted(WAYS), default="auto", help="decode's mode (default: auto)")
+    parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="workers on either side (default: 1)")
     arguments = parser.parse_args()
-    if not (MODEL / "config.json").exists():
-        print(f"demo: {MODEL} is missing; run `make setup`", file=sys.stderr)
+    connector = None if arguments.without_connector else CONNECTOR
+    setting = Setting(connector, arguments.mode, arguments.tp)
+    if not (setting.model / "config.json").exists():
+        print(f"demo: {setting.model} is missing; run `make setup`", file=sys.stderr)
         return 1
     # Also SIGINT: a shell that starts this in the background sets it to be ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        return 0 if run(None if arguments.without_connector else CONNECTOR) else 1
+        return 0 if run(setting) else 1
     except KeyboardInterrupt:
         print("demo: interrupted, everything stopped", file=sys.stderr)
         return 130

@@ -121,6 +121,32 @@ class AddressRange:
     ) -> None: ...
 
 @final
+class BlockCopier:
+    """Copies blocks out of a mapped pool into memory of the caller, with several threads and without the GIL: pull.
+
+    A strip is `(destination, offset of its block 0, stride, offset of the source's block 0, stride, bytes per block)`: one
+    layer, or a slice of one. `destination` is a one-dimensional contiguous uint8 array on the CPU (a tensor), which is kept
+    alive, as the source is. `ValueError` when a strip leaves either side. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        source: AddressRange,
+        strips: list[tuple[object, int, int, int, int, int]],
+        num_dst_blocks: int,
+        num_src_blocks: int,
+    ) -> None: ...
+    @property
+    def bytes_per_block(self) -> int:
+        """Over all strips."""
+    def copy(self, dst_ids: list[int], src_ids: list[int], num_threads: int) -> int:
+        """Copy block `src_ids[i]` to `dst_ids[i]`, for all i; the number of bytes.
+
+        `ValueError` for an id out of range or a place named twice, before a byte moves; also for a source that is not
+        mapped any more, which leaves the destination half written.
+        """
+
+@final
 class IdSpan:
     """int32 block ids in somebody's memory, a tensor's for instance; `owner` keeps it. The address is believed."""
 
@@ -152,11 +178,13 @@ class LeaseTable:
         block_ids: list[int] | Buffer | IdSpan,
         timeout_seconds: float,
         num_pool_blocks: int = ...,
+        is_copy_wanted: bool = False,
     ) -> tuple[int, int] | None:
         """Offer a lease: `(slot, generation)`, or None when no slot is free.
 
         `block_ids`: a list, or a contiguous one-dimensional buffer of int32 (an `array("i")`, a tensor), which is faster.
-        `ValueError` when one is not below `num_pool_blocks`.
+        `ValueError` when one is not below `num_pool_blocks`. `is_copy_wanted` asks the claimant to copy the blocks and to
+        release soon; it is passed on, nothing else depends on it.
         The blocks must stay pinned until `sweep()` reports the end.
         """
     def add_ledger(self) -> tuple[int, int]:
@@ -193,8 +221,8 @@ class LeaseReader:
     def num_slots(self) -> int: ...
     @property
     def max_blocks(self) -> int: ...
-    def peek(self, slot: int, generation: int) -> tuple[bytes, bytes, int, int] | None:
-        """`(token, digest, num_tokens, num_blocks)` without claiming; None when there is no such live lease.
+    def peek(self, slot: int, generation: int) -> tuple[bytes, bytes, int, int, bool] | None:
+        """`(token, digest, num_tokens, num_blocks, is_copy_wanted)` without claiming; None when there is no such live lease.
 
         Compare token and digest before `claim`: a wrong ticket must never write the ledger.
         """

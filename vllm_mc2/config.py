@@ -24,6 +24,14 @@ SOCKET_NAME_BYTES = 22
 class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of the connector; the docstring of each field is its documentation."""
 
+    mode: Literal["auto", "attach", "pull"] = "auto"
+    """``attach``: decode uses prefill's blocks in place, and computes a prompt itself where that cannot be. ``pull``: decode
+    copies the blocks into its own cache, and releases them at once. ``auto``: attach where it can, pull where it cannot. On
+    prefill, ``pull`` asks every decode to copy, and ``attach`` never does."""
+
+    pull_threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    """Decode: how many threads of each worker copy at a time; never more than there are processors."""
+
     socket_dir: str | None = None
     """Directory of the Unix sockets through which peers on this host meet. Must be shared by prefill and decode.
     It is made with mode 0700; one that others may enter is refused. Default: ``$XDG_RUNTIME_DIR/vllm-mc2``,
@@ -44,8 +52,9 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Prefill: how many hand-offs can be outstanding at once. Beyond it a request gets no ticket, and decode computes it."""
 
     max_lent_fraction: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.75
-    """Prefill: the largest share of its KV cache that may be lent out at a time; in any case a request of ``--max-model-len``
-    still fits beside what is lent. Beyond it a request gets no ticket, decode computes it, and prefill keeps serving."""
+    """Prefill: the share of its KV cache that may be lent out for use in place. Beyond it decodes are asked to copy and to give
+    back at once (``mode``), for as long as a request of ``--max-model-len`` still fits beside what is lent; beyond that a request
+    gets no ticket, decode computes it, and prefill keeps serving."""
 
     offer_timeout_seconds: Annotated[float, Meta(gt=0.0, le=86400.0)] = 60.0
     """Prefill: how long a ticket that nobody claims keeps its blocks."""

@@ -72,6 +72,10 @@ class PeerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Literal["connecting", "mapping", "ready", "failed"]
     reason: Reason
     """Why it failed, or empty."""
+    way: Literal["attach", "pull"]
+    """Whether its blocks are used in place or copied."""
+    way_reason: Reason
+    """Why they are copied, or empty."""
     base: int
     """Block id where its pool begins in the window; -1 when it is not there."""
     num_blocks: Count
@@ -99,13 +103,15 @@ class EngineReport(msgspec.Struct, frozen=True, tag="engine_report", forbid_unkn
     pid: Count
     uptime_seconds: Seconds
     off_reason: Reason
-    """Why attach is off, or empty."""
+    """Why nothing can be handed over, or empty."""
     block_size: Count
     """Tokens."""
     num_blocks: Count
     """Of the engine's own pool."""
     free_blocks: Count
     """As vLLM counts: neither in use nor lent; cached ones are free."""
+    attach_off: Reason = ""
+    """Decode: why blocks are copied whoever the peer is, or empty."""
     lent_blocks: Count = 0
     """Blocks under leases; one under several counts once."""
     num_leases: Count = 0
@@ -127,8 +133,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag="engine_report", forbid_unkn
 class MappedRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A peer's pool as it is mapped in a decode's worker."""
 
-    base: Count
-    """Block id."""
+    base: int
+    """Block id; -1 when it is mapped only to be copied from."""
     num_blocks: Count
     num_bytes: Count
 

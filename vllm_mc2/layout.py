@@ -114,6 +114,52 @@ class AddressPlan(msgspec.Struct, frozen=True, kw_only=True):
         return region.offset_bytes + block_id * region.block_bytes
 
 
+class HeadSlice(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of our workers takes from one of the peer's, when the ranks' numbers differ: KV heads are split over ranks, in
+    order, and within a block a head's keys and values lie together. So it is a slice of every block, on one side or the other.
+    """
+
+    peer_rank: int
+    own_index: int = 0
+    """Which of ``own_parts`` equal slices of our block it fills."""
+    own_parts: int = 1
+    peer_index: int = 0
+    """Which of ``peer_parts`` equal slices of the peer's block it is."""
+    peer_parts: int = 1
+
+    def num_bytes(self, own_block_bytes: int, peer_block_bytes: int) -> int:
+        """Bytes of the slice.
+
+        Raises:
+            LayoutError: the two blocks do not hold the same heads.
+        """
+        num_bytes, rest = divmod(own_block_bytes, self.own_parts)
+        if rest or num_bytes * self.peer_parts != peer_block_bytes:
+            raise LayoutError(
+                f"1/{self.own_parts} of a block of {own_block_bytes} bytes is not 1/{self.peer_parts} of {peer_block_bytes}"
+            )
+        return num_bytes
+
+
+def head_slices(own_rank: int, own_size: int, peer_size: int) -> list[HeadSlice]:
+    """Which slices make up the blocks of ``own_rank``, of ``own_size`` ranks, when the peer has ``peer_size`` ranks.
+
+    Raises:
+        LayoutError: neither number is a multiple of the other.
+    """
+    if own_size == peer_size:
+        return [HeadSlice(peer_rank=own_rank)]
+    if peer_size % own_size == 0:
+        factor = peer_size // own_size
+        return [
+            HeadSlice(peer_rank=own_rank * factor + index, own_index=index, own_parts=factor) for index in range(factor)
+        ]
+    if own_size % peer_size == 0:
+        factor = own_size // peer_size
+        return [HeadSlice(peer_rank=own_rank // factor, peer_index=own_rank % factor, peer_parts=factor)]
+    raise LayoutError(f"tensor parallel size {peer_size} there, {own_size} here: one must be a multiple of the other")
+
+
 def mirror_plan(layout: PoolLayout) -> AddressPlan:
     """An address range with no blocks of its own, in which one peer's pool lies as it does at home, from block 0 on.
 

@@ -71,10 +71,23 @@ class LeaseBook(Generic[P]):
         return self._table.fd
 
     def publish(
-        self, token: bytes, digest: bytes, num_tokens: int, block_ids: Sequence[int], timeout_seconds: float, payload: P
+        self,
+        token: bytes,
+        digest: bytes,
+        num_tokens: int,
+        block_ids: Sequence[int],
+        timeout_seconds: float,
+        payload: P,
+        *,
+        is_copy_wanted: bool = False,
     ) -> Ticket | None:
-        """Publish a lease over ``block_ids``; None when no slot is free. The blocks must already be pinned."""
-        lease_id = self.offer(token, digest, num_tokens, list(block_ids), timeout_seconds, payload)
+        """Publish a lease over ``block_ids``; None when no slot is free. The blocks must already be pinned.
+
+        ``is_copy_wanted``: decode is to copy the blocks and to release them at once, instead of using them in place.
+        """
+        lease_id = self.offer(
+            token, digest, num_tokens, list(block_ids), timeout_seconds, payload, is_copy_wanted=is_copy_wanted
+        )
         return None if lease_id is None else Ticket.issue(self._incarnation, *lease_id, token)
 
     def offer(
@@ -86,13 +99,17 @@ class LeaseBook(Generic[P]):
         timeout_seconds: float,
         payload: P,
         num_pool_blocks: int = _ANY_BLOCK,
+        *,
+        is_copy_wanted: bool = False,
     ) -> LeaseId | None:
         """As :meth:`publish`, for those who make their own tickets. int32 buffers spare a Python object per block.
 
         Raises:
             ValueError: more blocks than a lease takes, or one that is not below ``num_pool_blocks``.
         """
-        lease_id = self._table.publish(token, digest, num_tokens, block_ids, timeout_seconds, num_pool_blocks)
+        lease_id = self._table.publish(
+            token, digest, num_tokens, block_ids, timeout_seconds, num_pool_blocks, is_copy_wanted
+        )
         if lease_id is not None:
             self._payloads[lease_id] = payload
         return lease_id
@@ -140,6 +157,8 @@ class LeaseOffer(NamedTuple):
     digest: bytes
     num_tokens: int
     num_blocks: int
+    is_copy_wanted: bool
+    """Prefill lends a lot already: the blocks are to be copied, and the lease to be released at once."""
 
 
 class PeerLeases:
@@ -161,10 +180,10 @@ class PeerLeases:
         found = self._reader.peek(*ticket.lease_id)
         if found is None:
             return None
-        token, digest, num_tokens, num_blocks = found
+        token, digest, num_tokens, num_blocks, is_copy_wanted = found
         if not hmac.compare_digest(token, ticket.token_bytes):
             return None
-        return LeaseOffer(digest, num_tokens, num_blocks)
+        return LeaseOffer(digest, num_tokens, num_blocks, is_copy_wanted)
 
     def claim(self, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
         """Claim a lease; ``pending`` means that prefill is just deciding, ask :meth:`poll`."""

@@ -5,12 +5,24 @@ the worker. Mapping and prefaulting may run on a background thread while attenti
 for one peer must not overlap.
 """
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
-from vllm_mc2._native import AddressRange, Pool
+from vllm_mc2._native import AddressRange, BlockCopier, Pool
 from vllm_mc2.errors import LayoutError
-from vllm_mc2.layout import AddressPlan, PoolLayout, align_up
+from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, align_up, mirror_plan
+
+Copier = BlockCopier
+"""What :meth:`WorkerMemory.copier` makes."""
+
+
+class OwnRegion(NamedTuple):
+    """A region of our own KV cache, as a place to copy to."""
+
+    name: str
+    block_bytes: int
+    data: object
+    """All of its blocks: a one-dimensional contiguous uint8 array, such as a tensor."""
 
 
 class WorkerMemory:
@@ -115,6 +127,23 @@ class WorkerMemory:
         for mine, theirs in zip(self.plan.regions, layout.regions, strict=True):
             self._range.unmap(self.plan.block_offset(mine, base), layout.region_bytes(theirs))
 
+    def copier(self, base: int, own: Sequence[OwnRegion], num_own_blocks: int, part: HeadSlice) -> Copier:
+        """Copies blocks of the peer that is mapped at ``base`` into our own cache, wherever that lies.
+
+        Raises:
+            LayoutError: the peer's layers are not ours, or their blocks do not divide as ``part`` says.
+        """
+        layout = self._peers[base]
+        if [region.name for region in own] != [region.name for region in layout.regions]:
+            raise LayoutError("the peer's layers are not ours")
+        strips = []
+        for region, mine in zip(self.plan.regions, own, strict=True):
+            num_bytes = part.num_bytes(mine.block_bytes, region.block_bytes)
+            own_offset, peer_offset = part.own_index * num_bytes, part.peer_index * num_bytes
+            source = self.plan.block_offset(region, base) + peer_offset
+            strips.append((mine.data, own_offset, mine.block_bytes, source, region.block_bytes, num_bytes))
+        return BlockCopier(self._range, strips, num_own_blocks, layout.num_blocks)
+
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks ``(destination, source)`` in every layer. Ids may be global; the destination must be local.
 
@@ -136,3 +165,14 @@ class WorkerMemory:
                 for destination, source in pairs
             ]
         )
+
+
+def map_elsewhere(layout: PoolLayout, pool_fd: int) -> WorkerMemory:
+    """A peer's pool in an address range of its own, at base 0, for those who copy out of it. ``pool_fd`` stays the caller's.
+
+    Raises:
+        LayoutError, ValueError, OSError: as :meth:`WorkerMemory.map_peer`.
+    """
+    memory = WorkerMemory(mirror_plan(layout), shared=False, huge_pages="off")
+    memory.map_peer(0, layout, pool_fd)
+    return memory

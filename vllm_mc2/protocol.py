@@ -10,7 +10,7 @@ connection stays open in silence: its end tells either side that the other is go
                      <-                     SchedulerWelcome + [index table fd, ledger fd]   or   Refusal
     decode worker r  -> prefill worker r    WorkerHello(fingerprint)
                      <-                     PoolGrant(layout) + [pool fd]                    or   Refusal
-    decode scheduler -> its own worker      RetirePool(base)
+    decode scheduler -> its own worker      RetirePool(key)
                      <-                     Done                                             or   Refusal
     MC2Communicator, by TCP, prefill -> decode   Introduction
                      <-                     Done                                             or   Refusal
@@ -26,7 +26,7 @@ receiver, on its own copy.
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -35,7 +35,7 @@ from vllm_mc2.errors import ProtocolError, TicketError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
 """Larger than the layout of the deepest models (4096 regions), small enough to buffer for every connection."""
 
@@ -76,6 +76,9 @@ class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello", forbid_unknow
 
     protocol: int
     rank: Annotated[int, Meta(ge=0, lt=65536)]
+    """Of the worker that is asked."""
+    way: Literal["attach", "pull"]
+    """Who copies may have another number of ranks."""
     fingerprint: dict[Text, Text]
 
 
@@ -91,7 +94,8 @@ class RetirePool(msgspec.Struct, frozen=True, tag="retire_pool", forbid_unknown_
     """
 
     control_token: Hex32
-    base: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    key: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    """What the scheduler calls the peer in its orders."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", forbid_unknown_fields=True):

@@ -50,7 +50,8 @@ std::optional<LeaseInfo> Claimant::peek(std::uint64_t slot, std::uint64_t genera
         .digest =
             read_bytes<kDigestBytes>([&](std::size_t i) { return index_.digest_word(slot, i); }),
         .num_tokens = index_.num_tokens(slot).load(std::memory_order_acquire),
-        .num_blocks = index_.num_blocks(slot).load(std::memory_order_acquire)};
+        .num_blocks = index_.num_blocks(slot).load(std::memory_order_acquire),
+        .is_copy_wanted = (index_.flags(slot).load(std::memory_order_acquire) & kCopyFlag) != 0};
     // The acquire loads above keep this one behind them.
     if (!is_live_as(index_.state(slot).load(std::memory_order_acquire), generation) ||
         info.num_blocks > max_blocks_) {

@@ -19,6 +19,7 @@ struct LeaseInfo {
     Digest digest;
     std::uint64_t num_tokens;
     std::uint64_t num_blocks;
+    bool is_copy_wanted;
 };
 
 class Claimant {

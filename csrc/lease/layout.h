@@ -23,7 +23,7 @@ namespace mc2::lease {
 
 inline constexpr std::uint64_t kIndexMagic = 0x78656449'3243'4D00;   // "\0MC2Idex"
 inline constexpr std::uint64_t kLedgerMagic = 0x7267644C'3243'4D00;  // "\0MC2Ldgr"
-inline constexpr std::uint64_t kVersion = 1;
+inline constexpr std::uint64_t kVersion = 2;
 
 inline constexpr std::size_t kMaxSegmentBytes = std::size_t{256} << 20U;
 inline constexpr std::size_t kTokenBytes = 16;
@@ -31,6 +31,9 @@ inline constexpr std::size_t kDigestBytes = 32;
 
 using Token = std::array<std::byte, kTokenBytes>;
 using Digest = std::array<std::byte, kDigestBytes>;
+
+// In SlotHead::flags. P lends more than it likes to: whoever claims this lease is to copy the blocks and to give it back.
+inline constexpr std::uint64_t kCopyFlag = 1;
 
 enum class SlotState : std::uint8_t { kFree = 0, kOffered = 1, kHeld = 2, kExpiring = 3 };
 
@@ -54,12 +57,14 @@ struct SlotHead {
     std::array<std::uint64_t, 4> digest;
     std::uint64_t num_tokens;
     std::uint64_t num_blocks;
+    std::uint64_t flags;
 };
-static_assert(sizeof(SlotHead) == 80);
+static_assert(sizeof(SlotHead) == 88);
 static_assert(offsetof(SlotHead, token) == 16);
 static_assert(offsetof(SlotHead, digest) == 32);
 static_assert(offsetof(SlotHead, num_tokens) == 64);
 static_assert(offsetof(SlotHead, num_blocks) == 72);
+static_assert(offsetof(SlotHead, flags) == 80);
 static_assert(sizeof(SlotHead::token) == kTokenBytes);
 static_assert(sizeof(SlotHead::digest) == kDigestBytes);
 

@@ -64,6 +64,9 @@ class Words {
     [[nodiscard]] std::atomic_ref<std::uint64_t> num_blocks(std::size_t slot) const {
         return word(slot, offsetof(SlotHead, num_blocks));
     }
+    [[nodiscard]] std::atomic_ref<std::uint64_t> flags(std::size_t slot) const {
+        return word(slot, offsetof(SlotHead, flags));
+    }
     [[nodiscard]] std::atomic_ref<std::uint64_t> token_word(std::size_t slot, std::size_t i) const {
         return word(slot, offsetof(SlotHead, token) + i * sizeof(std::uint64_t));
     }

@@ -98,6 +98,7 @@ void LeaseTable::write_payload(std::size_t slot, const Offer& offer) const {
     }
     words_.num_tokens(slot).store(offer.num_tokens, kOrder);
     words_.num_blocks(slot).store(offer.block_ids.size(), kOrder);
+    words_.flags(slot).store(offer.is_copy_wanted ? kCopyFlag : 0, kOrder);
     for (std::size_t i = 0; i < offer.block_ids.size(); ++i) {
         words_.block_id(slot, i).store(offer.block_ids[i], kOrder);
     }

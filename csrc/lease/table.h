@@ -33,6 +33,7 @@ struct Offer {
     std::span<const std::uint32_t> block_ids;
     std::chrono::duration<double> timeout;  // an offer that nobody claims ends after it
     std::uint64_t num_pool_blocks = std::uint64_t{1} << 32U;  // ids are below it
+    bool is_copy_wanted = false;                              // kCopyFlag
 };
 
 struct EndedLease {

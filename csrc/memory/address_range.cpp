@@ -196,6 +196,13 @@ void AddressRange::copy(const std::vector<Copy>& copies) {
     }
 }
 
+void AddressRange::copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes) const {
+    const std::shared_lock lock(mutex_);
+    require_inside(src_offset, num_bytes);
+    parts_.require_covered(src_offset, num_bytes, /*writable=*/false);
+    std::memcpy(dst, address() + src_offset, num_bytes);
+}
+
 void AddressRange::check_copies(const std::vector<Copy>& copies) const {
     for (const Copy& copy : copies) {
         require_inside(copy.dst_offset, copy.num_bytes);

@@ -3,7 +3,7 @@
 // Owns the range. Reserving costs no memory; what is not mapped is inaccessible but stays ours, so that nobody else's
 // mapping can ever land inside. Mapped files need neither their Pool nor their descriptor afterwards.
 // Threading: any thread may call. map and unmap are exclusive, copy keeps them out for its whole time, prefault for one
-// chunk at a time. The lock cannot know about plain loads and stores: whoever unmaps knows that they have ended.
+// chunk at a time, copy_out for one call. The lock cannot know about plain loads and stores: whoever unmaps knows that they have ended.
 // Offsets and sizes are multiples of 4096, or of 2 MiB for hugetlb files; copies may be of any size.
 #pragma once
 
@@ -41,6 +41,8 @@ class AddressRange {
     // All or nothing: every bound and overlap is checked before the first byte moves, so the order does not matter.
     // Only addresses are compared; two parts that map the same pool bytes are the caller's business.
     void copy(const std::vector<Copy>& copies);
+    // Out of the range into other memory. Throws std::invalid_argument when not all of it is mapped.
+    void copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes) const;
     // Unmaps everything, the reservation too. Idempotent; every other call throws std::invalid_argument afterwards.
     void close();
 

@@ -5,16 +5,14 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "memory/errors.h"
 #include "memory/linux_abi.h"
 #include "memory/page.h"
+#include "memory/parallel.h"
 
 namespace mc2 {
 namespace {
@@ -27,34 +25,12 @@ constexpr std::size_t kMaxThreads = 8;
 // Calls visit(offset, num_bytes) for every chunk; the first exception stops the others and is rethrown.
 void for_each_chunk(std::size_t num_bytes,
                     const std::function<void(std::size_t, std::size_t)>& visit) {
-    std::atomic<std::size_t> next{0};
-    std::mutex mutex;
-    std::exception_ptr failure;
-    const auto work = [&] {
-        try {
-            for (std::size_t offset = next.fetch_add(kChunkBytes); offset < num_bytes;
-                 offset = next.fetch_add(kChunkBytes)) {
-                visit(offset, std::min(kChunkBytes, num_bytes - offset));
-            }
-        } catch (...) {
-            const std::scoped_lock lock(mutex);
-            failure = failure ? failure : std::current_exception();
-            next = num_bytes;
-        }
-    };
     const std::size_t num_chunks = (num_bytes + kChunkBytes - 1) / kChunkBytes;
-    const auto num_threads = std::min<std::size_t>(
-        {num_chunks, kMaxThreads, std::max(1U, std::thread::hardware_concurrency())});
-    {
-        std::vector<std::jthread> helpers;
-        for (std::size_t i = 1; i < num_threads; ++i) {
-            helpers.emplace_back(work);
-        }
-        work();
-    }
-    if (failure) {
-        std::rethrow_exception(failure);
-    }
+    const auto num_threads =
+        std::min<std::size_t>(kMaxThreads, std::max(1U, std::thread::hardware_concurrency()));
+    parallel_for(num_chunks, num_threads, [&](std::size_t i) {
+        visit(i * kChunkBytes, std::min(kChunkBytes, num_bytes - i * kChunkBytes));
+    });
 }
 
 int advise(std::byte* start, std::size_t num_bytes, int advice) {

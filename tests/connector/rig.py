@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheTensor,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -63,11 +64,24 @@ def next_token(values: Sequence[Sequence[float]]) -> int:
     return zlib.crc32(array("d", itertools.chain.from_iterable(values)).tobytes()) % VOCABULARY
 
 
-def expected_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def first_in_window(layer: int, num_tokens: int, window: int | None) -> int:
+    """The first position that a layer's attention reads; the later layers have the window."""
+    return max(0, num_tokens - window) if window is not None and layer >= NUM_LAYERS else 0
+
+
+def num_layers(window: int | None) -> int:
+    """With a window as many again, in a cache group of their own."""
+    return NUM_LAYERS if window is None else 2 * NUM_LAYERS
+
+
+def expected_tokens(prompt: Sequence[int], num_tokens: int, window: int | None = None) -> list[int]:
     """What an engine must sample for ``prompt`` when every byte is right."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        values = [[kv_value(layer, tokens[: i + 1]) for i in range(len(tokens))] for layer in range(NUM_LAYERS)]
+        values = [
+            [kv_value(layer, tokens[: i + 1]) for i in range(first_in_window(layer, len(tokens), window), len(tokens))]
+            for layer in range(num_layers(window))
+        ]
         tokens.append(next_token(values))
     return tokens[len(prompt) :]
 
@@ -78,9 +92,18 @@ def _vllm_config(
     model_config = ModelConfig(model=str(model), dtype="float32", seed=0, max_model_len=more.pop("max_model_len", 512))
     transfer = None
     if role is not None:
-        transfer = KVTransferConfig(
-            kv_connector="MC2Connector", kv_role=role, kv_load_failure_policy=policy, kv_connector_extra_config=extra
-        )
+        ours = {"kv_connector": "MC2Connector", "kv_role": role, "kv_connector_extra_config": extra}
+        others = more.pop("others", None)
+        if others is None:
+            transfer = KVTransferConfig(kv_load_failure_policy=policy, **ours)
+        else:
+            children = {"connectors": [ours if child == "MC2Connector" else child for child in others]}
+            transfer = KVTransferConfig(
+                kv_connector="MultiConnector",
+                kv_role=role,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=children,
+            )
     return VllmConfig(
         model_config=model_config,
         cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=more.pop("enable_prefix_caching", True)),
@@ -89,25 +112,31 @@ def _vllm_config(
             max_num_batched_tokens=more.pop("max_num_batched_tokens", 512),
             max_model_len=model_config.max_model_len,
             is_encoder_decoder=False,
-            disable_hybrid_kv_cache_manager=True,
+            disable_hybrid_kv_cache_manager=not more.pop("is_hybrid", False),
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )
 
 
-def _cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, dtype=torch.float32)
-    page = spec.page_size_bytes
-    layers = [f"layer.{index}" for index in range(NUM_LAYERS)]
-    tensor = KVCacheTensor(
-        size=page * num_blocks * NUM_LAYERS, layers=layers, layer_stride=page * num_blocks, block_stride=page
-    )
+def _cache_config(num_blocks: int, block_size: int, window: int | None) -> KVCacheConfig:
+    """One group of full attention; with a window a second group, which lies over the first."""
+    shape: dict[str, Any] = {
+        "block_size": block_size, "num_kv_heads": NUM_HEADS, "head_size": HEAD_SIZE, "dtype": torch.float32
+    }  # fmt: skip
+    specs: list[Any] = [FullAttentionSpec(**shape)]
+    if window is not None:
+        specs.append(SlidingWindowSpec(**shape, sliding_window=window))
+    page = specs[0].page_size_bytes
+    groups = []
+    tensors = []
+    for index, spec in enumerate(specs):
+        layers = [f"layer.{index * NUM_LAYERS + layer}" for layer in range(NUM_LAYERS)]
+        groups.append(KVCacheGroupSpec(layers, spec))
+        size, stride = page * num_blocks * NUM_LAYERS, page * num_blocks
+        tensors.append(KVCacheTensor(size=size, layers=layers, layer_stride=stride, block_stride=page))
     return KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-        kv_cache_layout="LBHNC",
+        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups, kv_cache_layout="LBHNC"
     )
 
 
@@ -124,14 +153,17 @@ class RigEngine:
         block_size: int = 16,
         policy: str = "recompute",
         extra: dict[str, Any] | None = None,
+        window: int | None = None,
         **more: Any,
     ) -> None:
+        """``window``: a second cache group of layers with a sliding window, vLLM's hybrid cache manager on."""
         plugin.register()
+        self.window = window
         extra = {"socket_dir": str(socket_dir), "huge_pages": "off", "report_in_response": True, **(extra or {})}
         self.block_size = block_size
-        self.config = _vllm_config(model, role, block_size, policy, extra, **more)
+        self.config = _vllm_config(model, role, block_size, policy, extra, is_hybrid=window is not None, **more)
         self.config.cache_config.num_gpu_blocks = num_blocks
-        worker_cache = _cache_config(num_blocks, block_size)
+        worker_cache = _cache_config(num_blocks, block_size, window)
         self.worker: Any = None
         if role is not None:
             # One rank, and no distributed group to ask for it.
@@ -149,18 +181,23 @@ class RigEngine:
         self._hasher = get_request_block_hasher(block_size, sha256)
         self.scheduler = Scheduler(
             vllm_config=self.config,
-            kv_cache_config=_cache_config(num_blocks, block_size),
+            kv_cache_config=_cache_config(num_blocks, block_size, window),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
             log_stats=True,
         )
-        self.connector: MC2Connector = self.scheduler.get_kv_connector()  # type: ignore[assignment]
-        if self.connector is not None:
-            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        top: Any = self.scheduler.get_kv_connector()
+        if top is not None:
+            top.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+        children = getattr(top, "sub_connectors", [top])
+        self.connector: MC2Connector = next(
+            child for child in children if top is None or isinstance(child, MC2Connector)
+        )
         self.num_steps = 0
         self.num_computed_prompt_tokens: dict[str, int] = {}
         self.finished: dict[str, tuple[list[int], Any, dict[str, Any] | None]] = {}
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
+        """Of each cache group."""
         self._outputs: dict[str, list[int]] = {}
         self.stats: dict[str, float] = {}
 
@@ -237,16 +274,17 @@ class RigEngine:
         """Write KV of the scheduled positions and sample where the end of the request's tokens is reached."""
         starts: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
+            self._tables[new.req_id] = [list(table) for table in new.block_ids]
             starts[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             starts[req_id] = cached.num_computed_tokens[index]
             blocks = cached.new_block_ids[index]
             if req_id in cached.resumed_req_ids:
-                self._tables[req_id] = list(blocks[0])
+                self._tables[req_id] = [list(table) for table in blocks]
             elif blocks is not None:
-                self._tables[req_id] += blocks[0]
+                for table, added in zip(self._tables[req_id], blocks, strict=True):
+                    table.extend(added)
         sampled: dict[str, list[int]] = {}
         for req_id, count in output.num_scheduled_tokens.items():
             tokens = list(self.scheduler.requests[req_id].all_token_ids)
@@ -260,24 +298,27 @@ class RigEngine:
         return sampled
 
     def _slot_write(self, req_id: str, position: int, tokens: Sequence[int]) -> None:
-        block, slot = self._tables[req_id][position // self.block_size], position % self.block_size
-        for layer in range(NUM_LAYERS):
+        index, slot = position // self.block_size, position % self.block_size
+        for layer in range(num_layers(self.window)):
+            block = self._tables[req_id][layer // NUM_LAYERS][index]
             self.kv[f"layer.{layer}"][block, :, slot, :] = kv_value(layer, tokens)
 
     def _sample(self, req_id: str, num_tokens: int) -> int:
-        table = self._tables[req_id]
         values = []
-        for layer in range(NUM_LAYERS):
-            tensor = self.kv[f"layer.{layer}"]
-            num_blocks = -(-num_tokens // self.block_size)
-            rows = torch.cat([tensor[table[index], 1, :, -1] for index in range(num_blocks)])
-            values.append(rows[:num_tokens].tolist())
+        for layer in range(num_layers(self.window)):
+            tensor, table = self.kv[f"layer.{layer}"], self._tables[req_id][layer // NUM_LAYERS]
+            first = first_in_window(layer, num_tokens, self.window)
+            blocks = range(first // self.block_size, -(-num_tokens // self.block_size))
+            rows = torch.cat([tensor[table[index], 1, :, -1] for index in blocks])
+            start = first - blocks.start * self.block_size
+            values.append(rows[start : start + num_tokens - first].tolist())
         return next_token(values)
 
     def _collect(self, outputs: dict[int, Any]) -> None:
         for batch in outputs.values():
             if batch.scheduler_stats is not None and batch.scheduler_stats.kv_connector_stats:
-                for key, value in batch.scheduler_stats.kv_connector_stats.items():
+                counts = batch.scheduler_stats.kv_connector_stats
+                for key, value in counts.get("MC2Connector", counts).items():
                     self.stats[key] = self.stats.get(key, 0) + value
             for output in batch.outputs:
                 tokens = self._outputs.setdefault(output.request_id, [])

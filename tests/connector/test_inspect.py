@@ -17,6 +17,7 @@ from vllm_mc2 import cli
 from vllm_mc2.cli.inspect import ask, look
 from vllm_mc2.cli.tables import Findings
 from vllm_mc2.inspection import MAX_LEASE_ROWS, EngineReport
+from vllm_mc2.protocol import PROTOCOL_VERSION
 
 Pair = tuple[RigEngine, RigEngine]
 ME = os.getpid()
@@ -207,7 +208,12 @@ def test_more_leases_than_a_report_has_rows(make_engine: MakeEngine, directory: 
 def test_attach_that_is_off_is_said(make_engine: MakeEngine, directory: Path) -> None:
     make_engine("kv_consumer", enable_prefix_caching=False)
     report = engine_report(look(directory), "decode")
-    assert "prefix caching is off" in report.off_reason and report.window is None
+    assert "prefix caching is off" in report.attach_off and report.off_reason == ""
+    assert report.window is not None and report.window.num_blocks == 0
+    make_engine("kv_producer", enable_prefix_caching=False, extra={"mode": "attach"})
+    make_engine("kv_consumer", enable_prefix_caching=False, extra={"mode": "attach"})
+    reports = [each for each in look(directory).engines if each.role == "decode" and each.off_reason]
+    assert len(reports) == 1 and "prefix caching is off" in reports[0].off_reason and reports[0].window is None
 
 
 def test_both_roles_in_one_engine_are_one_report(make_engine: MakeEngine, directory: Path) -> None:
@@ -240,7 +246,7 @@ def test_another_protocol_version_is_refused(pair: Pair, directory: Path) -> Non
         findings = look(directory)
     assert findings.engines == [] and findings.workers == []
     assert len(findings.unanswered) == 4
-    assert {each.reason for each in findings.unanswered} == {"refused: protocol is 2 there, 99 here"}
+    assert {each.reason for each in findings.unanswered} == {f"refused: protocol is {PROTOCOL_VERSION} there, 99 here"}
 
 
 def test_the_command_in_its_own_process(pair: Pair, directory: Path) -> None:

@@ -18,7 +18,7 @@ OTHER = prompt_of(70, seed=1)
 def test_a_pool_that_does_not_fit_the_window(make_engine: MakeEngine) -> None:
     producer, consumer = (
         make_engine("kv_producer", num_blocks=4096),
-        make_engine("kv_consumer", num_blocks=16, extra={"window_pool_factor": 8}),
+        make_engine("kv_consumer", num_blocks=16, extra={"window_pool_factor": 8, "mode": "attach"}),
     )
     consumer.add("r", PROMPT, prefill(producer, "p", PROMPT))
     assert finish(consumer, "r", "recompute", PROMPT)["reason"] == "window_full"
@@ -26,14 +26,14 @@ def test_a_pool_that_does_not_fit_the_window(make_engine: MakeEngine) -> None:
 
 def test_attach_off_on_decode_computes_and_says_why(make_engine: MakeEngine) -> None:
     producer = make_engine("kv_producer")
-    consumer = make_engine("kv_consumer", enable_prefix_caching=False)
+    consumer = make_engine("kv_consumer", enable_prefix_caching=False, extra={"mode": "attach"})
     consumer.add("r", PROMPT, prefill(producer, "p", PROMPT))
     assert finish(consumer, "r", "recompute", PROMPT)["reason"] == "attach_off"
 
 
 def test_a_changed_vllm_turns_attach_off_and_serves(make_engine: MakeEngine) -> None:
     with mock.patch.object(compat, "check_contract", return_value=["BlockPool.touch"]):
-        producer, consumer = make_engine("kv_producer"), make_engine("kv_consumer")
+        producer, consumer = (make_engine(role, extra={"mode": "attach"}) for role in ("kv_producer", "kv_consumer"))
     producer.add("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
     producer.run()
     assert producer.finished["p"][2] is None
@@ -77,8 +77,9 @@ def test_no_lease_slot_left_means_no_ticket(make_engine: MakeEngine) -> None:
 
 
 def test_no_more_than_the_cap_is_lent_and_prefill_keeps_serving(make_engine: MakeEngine) -> None:
-    """31 blocks, half of which may be lent. Shared blocks count once."""
-    producer = make_engine("kv_producer", num_blocks=32, max_model_len=128, extra={"max_lent_fraction": 0.5})
+    """31 blocks, half of which may be lent, and copies are not asked for. Shared blocks count once."""
+    extra = {"max_lent_fraction": 0.5, "mode": "attach"}
+    producer = make_engine("kv_producer", num_blocks=32, max_model_len=128, extra=extra)
     consumer = make_engine("kv_consumer")
     prompts = [prompt_of(80, seed=index) for index in range(12)]
     answers = []
@@ -151,6 +152,7 @@ def test_what_cannot_be_shared_is_named(make_engine: MakeEngine) -> None:
         assert "speculative decoding" in str(compat.unsupported_engine(engine.config, cache))
     twice = copy.copy(cache)
     twice.kv_cache_groups = cache.kv_cache_groups * 2
-    assert "2 KV cache groups" in str(compat.unsupported_engine(engine.config, twice))
+    assert compat.unsupported_engine(engine.config, twice) is None
+    assert "2 KV cache groups" in str(compat.why_not_in_place(twice))
     with mock.patch.object(engine.config.device_config, "device_type", "npu"):
         assert "device 'npu'" in str(compat.unsupported_engine(engine.config, cache))

@@ -278,7 +278,7 @@ def test_prompt_logprobs_are_computed_here(make_engine: MakeEngine, policy: str)
     assert consumer.finished["r"][0] == expected_tokens(PROMPT, 4)
     assert consumer.finished["r"][2]["mc2"] == {  # type: ignore[index]
         "way": "recompute", "reason": "skips_prefix_cache", "blocks_attached": 0, "tail_tokens": 0,
-        "kv_bytes_not_copied": 0, "handoff_us": 0.0,
+        "kv_bytes_not_copied": 0, "kv_bytes_copied": 0, "pull_us": 0.0, "handoff_us": 0.0,
     }  # fmt: skip
 
 

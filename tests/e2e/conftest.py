@@ -51,6 +51,8 @@ class Rig:
     decode: Server
     small_decode: Server
     """Eleven blocks, so that it preempts; fails requests whose ticket cannot be used."""
+    pull_decode: Server
+    """In mode ``pull``."""
     proxy: Server
     plain: Server
     client: httpx.Client
@@ -75,10 +77,10 @@ class Rig:
             self.plain_answers[key] = self.complete(self.plain.url, prompt, max_tokens)
         return self.plain_answers[key]
 
-    def ticket(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+    def ticket(self, prompt: list[int], prefill: Server | None = None, **more: Any) -> dict[str, Any]:
         """The prefill leg alone."""
         answer = self.complete(
-            self.prefill.url,
+            (prefill or self.prefill).url,
             prompt,
             1,
             kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
@@ -96,15 +98,20 @@ class Rig:
                 total += float(value)
         return total
 
+    @property
+    def engines(self) -> list[Server]:
+        """All that hand over or take over."""
+        return [self.prefill, self.decode, self.small_decode, self.pull_decode]
+
     def tick(self) -> None:
         """A tiny request to each engine, so that the schedulers' hooks run and the metrics are fresh."""
-        for server in (self.prefill, self.decode, self.small_decode):
+        for server in self.engines:
             self.complete(server.url, [11, 12], 2)
 
     def assert_clean(self) -> None:
         """No request runs; every engine's block pool is back to its start value."""
         self.tick()
-        for server in (self.prefill, self.decode, self.small_decode):
+        for server in self.engines:
             assert self.metric(server, "vllm:num_requests_running") == 0
             assert self.metric(server, "vllm:kv_cache_usage_perc") == 0
         published = self.metric(self.prefill, "vllm:mc2_leases_published_total")
@@ -157,12 +164,13 @@ def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             json.dumps(by_path),
             "--num-gpu-blocks-override", "12", max_model_len=1400, plugins="",
         )  # fmt: skip
+        pull = start("pull-decode", kv_transfer_config("kv_consumer", extra={**decode_extra, "mode": "pull"}))
         proxy = proxy_server([prefill.url], [decode.url], log_dir=LOG_DIR)
         servers.append(proxy)
         for server in servers:
             server.wait_ready()
         with httpx.Client(timeout=300, trust_env=False) as client:
-            yield Rig(tiny_model.name, socket_dir, prefill, decode, small, proxy, plain, client)
+            yield Rig(tiny_model.name, socket_dir, prefill, decode, small, pull, proxy, plain, client)
     finally:
         pids = [process.pid for server in servers for process in server.processes()]
         with ThreadPoolExecutor(max(1, len(servers))) as pool:

@@ -23,7 +23,7 @@ from vllm_mc2.protocol import Message, PoolGrant, Refusal, WorkerHello
 from vllm_mc2.session import Answer, SessionServer, open_session
 
 SERVER_ID = "5" * 32
-HELLO = WorkerHello(1, 0, {"dtype": "float32"})
+HELLO = WorkerHello(1, 0, "attach", {"dtype": "float32"})
 
 
 class Recorder:
@@ -169,7 +169,7 @@ import os, sys, time
 from pathlib import Path
 from vllm_mc2.protocol import PoolGrant, WorkerHello
 from vllm_mc2.session import open_session
-_, fds, s = open_session(Path(sys.argv[1]), WorkerHello(1, 0, {}), PoolGrant, 1, 10.0)
+_, fds, s = open_session(Path(sys.argv[1]), WorkerHello(1, 0, "attach", {}), PoolGrant, 1, 10.0)
 if os.fork() == 0:
     os.write(1, b"%d\\n" % os.getpid())
 time.sleep(60)

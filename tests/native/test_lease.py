@@ -21,7 +21,7 @@ index_fd, ledger_fd, slot, generation = map(int, sys.argv[1:])
 reader = LeaseReader(index_fd, ledger_fd)
 os.close(index_fd)
 os.close(ledger_fd)
-assert reader.peek(slot, generation) == (bytes(range(16)), bytes(range(32)), 48, 3)
+assert reader.peek(slot, generation) == (bytes(range(16)), bytes(range(32)), 48, 3, False)
 assert reader.claim(slot, generation) == "held"
 assert reader.blocks(slot, generation) == [4, 5, 6]
 """
@@ -50,7 +50,7 @@ def test_life_of_a_lease(table: LeaseTable) -> None:
     slot, generation = publish(table)
     assert generation == 1
     assert table.num_active == 1
-    assert reader.peek(slot, generation) == (TOKEN, DIGEST, 48, 3)
+    assert reader.peek(slot, generation) == (TOKEN, DIGEST, 48, 3, False)
     num_leases, [row] = table.view(4)
     assert num_leases == 1
     assert row[:7] == (slot, generation, "offered", 48, 3, 0, 0)

@@ -37,7 +37,7 @@ def run_peer(pool: Pool, mode: str) -> int:
 
 def test_public_surface() -> None:
     public = {name for name in vars(_native) if not name.startswith("_")}
-    assert public == {"HUGE_PAGE_BYTES", "AddressRange", "IdSpan", "LeaseReader", "LeaseTable", "Pool"}
+    assert public == {"HUGE_PAGE_BYTES", "AddressRange", "BlockCopier", "IdSpan", "LeaseReader", "LeaseTable", "Pool"}
 
 
 @pytest.mark.parametrize("huge_pages", ["auto", "off"])

@@ -7,7 +7,7 @@ import msgspec
 from vllm_mc2.inspection import EngineReport, HolderRow, LeaseRow, PeerRow, WorkerReport
 
 LEASE = LeaseRow("0000002a-00000001", "held", 1.25, 1800, 113, 2, 1, 0, [HolderRow(4200, "decode-1", 1)])
-PEER = PeerRow("prefill-1", "a" * 32, 4100, "ready", "", 1024, 64, 1, False)
+PEER = PeerRow("prefill-1", "a" * 32, 4100, "ready", "", "attach", "", 1024, 64, 1, False)
 
 
 def engine_report(**changes: Any) -> EngineReport:

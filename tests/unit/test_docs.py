@@ -45,6 +45,8 @@ def test_every_reason_in_the_code_is_in_the_docs() -> None:
                 found |= {
                     n.value for n in ast.walk(node.args[1]) if isinstance(n, ast.Constant) and isinstance(n.value, str)
                 }
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Refusal" and path.name == "loans.py":
+                found |= {n.value for n in ast.walk(node.args[0]) if isinstance(n, ast.Constant)}
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "MapResult" and len(node.args) > 2:
                 found |= {n.value for n in ast.walk(node.args[2]) if isinstance(n, ast.Constant)}
     assert len(found) > 10

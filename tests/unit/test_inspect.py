@@ -60,9 +60,9 @@ decode decode-1  pid 4200, up 2h05m
   window    8192 blocks from 1024: 8128 free
   borrowed  112 blocks under 1 loan, 1 request with a ticket
   peers     2
-    PEER               PID  STATE                BASE  BLOCKS  LOANS  ENGINE
-    aaaaaaaaaaaaaaaa  4100  ready                1024      64      1  prefill-1
-    cccccccccccccccc  4100  failed: window_full     -      64      1  prefill-1
+    PEER               PID  STATE                WAY     BASE  BLOCKS  LOANS  ENGINE
+    aaaaaaaaaaaaaaaa  4100  ready                attach  1024      64      1  prefill-1
+    cccccccccccccccc  4100  failed: window_full  attach     -      64      1  prefill-1
 
 stale, removed when an engine starts: 0123456789abcdef.sock
 

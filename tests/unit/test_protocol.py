@@ -17,7 +17,7 @@ POOL = PoolLayout(num_blocks=9, pool_bytes=1 << 21, regions=(Region(name="l.0", 
 MESSAGES: list[protocol.Message] = [
     protocol.SchedulerHello(1, "a" * 32, "decode"),
     protocol.SchedulerWelcome("prefill", 128, (protocol.WorkerEndpoint(0, "b" * 32, POOL),)),
-    protocol.WorkerHello(1, 0, {"dtype": "float32"}),
+    protocol.WorkerHello(1, 0, "attach", {"dtype": "float32"}),
     protocol.PoolGrant(POOL),
     protocol.RetirePool("d" * 32, 64),
     protocol.Done(),

@@ -57,7 +57,9 @@ def _section(engine: EngineReport, workers: Sequence[WorkerReport], num_rows: in
     role = "prefill and decode" if engine.role == "both" else engine.role
     lines = [f"{role} {engine.engine_id}  pid {engine.pid}, up {duration(engine.uptime_seconds)}"]
     if engine.off_reason:
-        lines.append(f"  attach is off: {engine.off_reason}")
+        lines.append(f"  hand-off is off: {engine.off_reason}")
+    if engine.attach_off:
+        lines.append(f"  attach is off, blocks are copied: {engine.attach_off}")
     pool = f"  pool      {engine.num_blocks} blocks of {engine.block_size} tokens: "
     if engine.role != "decode":
         pool += f"{engine.lent_blocks} lent, "
@@ -112,14 +114,24 @@ def _peers(engine: EngineReport) -> list[str]:
     lines.append(f"  peers     {engine.num_peers}")
     if engine.peers:
         rows = [_peer(peer) for peer in engine.peers]
-        lines += _table(("PEER", "PID", "STATE", "BASE", "BLOCKS", "LOANS", "ENGINE"), rows, left={0, 2, 6})
+        lines += _table(("PEER", "PID", "STATE", "WAY", "BASE", "BLOCKS", "LOANS", "ENGINE"), rows, left={0, 2, 3, 7})
     return lines
 
 
 def _peer(peer: PeerRow) -> tuple[str, ...]:
     state = f"{peer.state}, gone" if peer.is_gone else f"{peer.state}: {peer.reason}" if peer.reason else peer.state
     base = str(peer.base) if peer.base >= 0 else "-"
-    return peer.incarnation[:16], _pid(peer.pid), state, base, str(peer.num_blocks), str(peer.loans), peer.engine_id
+    way = f"{peer.way} ({peer.way_reason})" if peer.way_reason else peer.way
+    return (
+        peer.incarnation[:16],
+        _pid(peer.pid),
+        state,
+        way,
+        base,
+        str(peer.num_blocks),
+        str(peer.loans),
+        peer.engine_id,
+    )
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], left: set[int]) -> list[str]:

@@ -34,7 +34,7 @@ class Loan:
     num_tokens: int
     """Tokens whose KV the lease covers."""
     block_ids: tuple[int, ...]
-    """Global ids, one per block of the prompt, the partly filled last one included."""
+    """Global ids, one per block of the prompt, the partly filled last one included; one cache group's after the other's."""
     users: set[str] = field(default_factory=set)
     owned: set[int] = field(default_factory=set)
     """Blocks that are in the prefix cache on behalf of this loan."""

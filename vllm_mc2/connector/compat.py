@@ -5,7 +5,7 @@ attach off with one clear log line, and requests are computed where they land. T
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from vllm_mc2.digest import PromptExtras, prompt_digest
+from vllm_mc2.errors import LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,10 +41,20 @@ except ImportError:
 _BLOCK_FIELDS = ("block_id", "ref_cnt", "_block_hash", "_block_hash_num_tokens")
 
 
+def check_allocation() -> list[str]:
+    """What giving vLLM our memory for its KV cache needs and does not find, by name; empty when all is there (0.31)."""
+    missing = []
+    if not hasattr(KVConnectorBase_V1, "get_mem_pool_context"):
+        missing.append("KVConnectorBase_V1.get_mem_pool_context")
+    if not {"size", "layers", "layer_stride", "block_stride", "offset"} <= {f.name for f in fields(KVCacheTensor)}:
+        missing.append("KVCacheTensor.{size,layers,layer_stride,block_stride,offset}")
+    return missing
+
+
 def check_contract() -> list[str]:
     """What attach needs of vLLM's inside and does not find, by name; empty when all is there."""
-    missing = []
-    for hook in ("get_mem_pool_context", "bind_kv_cache_manager", "get_transfer_results", "get_handshake_metadata"):
+    missing = check_allocation()
+    for hook in ("bind_kv_cache_manager", "get_transfer_results", "get_handshake_metadata"):
         if not hasattr(KVConnectorBase_V1, hook):
             missing.append(f"KVConnectorBase_V1.{hook}")
     cache_map = getattr(block_pool, "BlockHashToBlockMap", None)
@@ -69,31 +80,90 @@ def check_contract() -> list[str]:
         missing.append("make_block_hash_with_group_id")
     if "pool" not in {field.name for field in fields(KVCacheBlock)}:
         missing.append("KVCacheBlock.pool")
-    if not {"size", "layers", "layer_stride", "block_stride", "offset"} <= {f.name for f in fields(KVCacheTensor)}:
-        missing.append("KVCacheTensor.{size,layers,layer_stride,block_stride,offset}")
     return missing
 
 
+COPIED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""Kinds of KV cache whose blocks mean the same wherever they lie."""
+ATTACHED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Those of which a prefix-cache hit is a run of blocks from the first on."""
+
+
 def unsupported_engine(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> str | None:
-    """Why this engine's KV cache cannot be shared in place, or None. Same answer in the scheduler and in the workers."""
+    """Why this engine's KV cache cannot be handed over at all, or None. Same answer in the scheduler and in the workers."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return f"pipeline_parallel_size {parallel.pipeline_parallel_size}: only 1 is supported"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         return f"decode_context_parallel_size {parallel.decode_context_parallel_size}: only 1 is supported"
-    if len(kv_cache_config.kv_cache_groups) != 1:
-        return f"{len(kv_cache_config.kv_cache_groups)} KV cache groups: only one group of full attention is supported"
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    if type(spec).__name__ != "FullAttentionSpec":
-        return f"KV cache of kind {type(spec).__name__}: only FullAttentionSpec is supported"
+    if not kv_cache_config.kv_cache_groups:
+        return "a model without KV cache"
+    for kind in group_kinds(kv_cache_config):
+        if kind not in COPIED_KINDS:
+            return f"KV cache of kind {kind}: only {', '.join(COPIED_KINDS)} are supported"
+    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
+    if len(sizes) != 1:
+        return f"KV cache groups with blocks of {sizes} tokens: only one size is supported"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not supported"
-    if kv_cache_config.hash_block_size not in (None, spec.block_size):
-        return f"prefix hashes of {kv_cache_config.hash_block_size} tokens on blocks of {spec.block_size}"
     device = vllm_config.device_config.device_type
     if device != "cpu":
         return f"device {device!r}: only host memory ('cpu') is supported"
+    return None if check_allocation() else _unsupported_tensors(kv_cache_config)
+
+
+def group_kinds(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The kind of each cache group, by its class's name, which is what differs between versions least."""
+    return [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+
+
+def windows_of(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
+    """For each cache group, how many tokens its blocks are kept for; None when for all."""
+    groups: list[Any] = kv_cache_config.kv_cache_groups
+    return tuple(
+        group.kv_cache_spec.sliding_window if type(group.kv_cache_spec).__name__ == "SlidingWindowSpec" else None
+        for group in groups
+    )
+
+
+def why_not_in_place(kv_cache_config: KVCacheConfig) -> str | None:
+    """Why blocks of this engine's KV cache can be copied but not used in place, or None."""
+    kinds = group_kinds(kv_cache_config)
+    if len(kinds) != 1:
+        return f"{len(kinds)} KV cache groups ({', '.join(kinds)}): in place is for one group of full attention"
+    if kinds[0] not in ATTACHED_KINDS:
+        return f"KV cache of kind {kinds[0]}: in place is for full attention"
+    size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    hashed = getattr(kv_cache_config, "hash_block_size", None)
+    if hashed not in (None, size):
+        return f"prefix hashes of {hashed} tokens on blocks of {size}"
     return None
+
+
+def _unsupported_tensors(kv_cache_config: KVCacheConfig) -> str | None:
+    """Why the tensors cannot be laid out anew, or None."""
+    overlays = _overlays(kv_cache_config)
+    for overlay in overlays:
+        if len({(tensor.layer_stride, tensor.block_stride) for tensor in overlay}) != 1:
+            return "KV cache groups that lie over each other with different strides"
+        if len(overlays) > 1 and not _is_layer_major(overlay[0]):
+            return f"{len(overlays)} kinds of layers in one block: only layer-major caches may have several"
+    return None
+
+
+def _overlays(kv_cache_config: KVCacheConfig) -> list[list[KVCacheTensor]]:
+    """The tensors by where they begin, the one with the most layers first: cache groups lie over each other, since a block
+    belongs to one group at a time.
+    """
+    places: dict[int, list[KVCacheTensor]] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        places.setdefault(tensor.offset, []).append(tensor)
+    return [sorted(places[offset], key=lambda tensor: -len(tensor.layers)) for offset in sorted(places)]
+
+
+def is_replicated(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether every rank has the whole KV (MLA), rather than some of its heads."""
+    return all(kind == "MLAAttentionSpec" for kind in group_kinds(kv_cache_config))
 
 
 # --- worker: the address plan -----------------------------------------------------------------------------------------
@@ -105,12 +175,22 @@ def region_sizes(kv_cache_config: KVCacheConfig) -> list[tuple[str, int]]:
     Relies on ``KVCacheTensor``: layer ``l`` of block ``b`` is at ``offset + l * layer_stride + b * block_stride``.
     """
     sizes = []
-    for tensor in kv_cache_config.kv_cache_tensors:
-        if _is_layer_major(tensor):
-            sizes += [(name, tensor.block_stride) for name in tensor.layers]
-        else:
-            sizes.append((tensor.layers[0], tensor.block_stride))
+    for tensor, *_ in _overlays(kv_cache_config):
+        names = tensor.layers if _is_layer_major(tensor) else tensor.layers[:1]
+        sizes += [(name, tensor.block_stride) for name in names]
     return sizes
+
+
+def layers_of_regions(kv_cache_config: KVCacheConfig) -> list[list[str]]:
+    """For each region of :func:`region_sizes`, the layers that begin where it does: one of each cache group."""
+    layers: list[list[str]] = []
+    for overlay in _overlays(kv_cache_config):
+        if _is_layer_major(overlay[0]):
+            longest = range(len(overlay[0].layers))
+            layers += [[tensor.layers[i] for tensor in overlay if i < len(tensor.layers)] for i in longest]
+        else:
+            layers.append([tensor.layers[0] for tensor in overlay])
+    return layers
 
 
 def _is_layer_major(tensor: KVCacheTensor) -> bool:
@@ -123,12 +203,13 @@ def apply_plan(kv_cache_config: KVCacheConfig, num_total: int, offsets: Sequence
     ``offsets`` are those of the regions of :func:`region_sizes`, equally spaced within one tensor.
     """
     cursor = 0
-    for tensor in kv_cache_config.kv_cache_tensors:
-        num_regions = len(tensor.layers) if _is_layer_major(tensor) else 1
-        tensor.offset = offsets[cursor]
-        if num_regions > 1:
-            tensor.layer_stride = offsets[cursor + 1] - offsets[cursor]
-        tensor.size = range_bytes
+    for overlay in _overlays(kv_cache_config):
+        num_regions = len(overlay[0].layers) if _is_layer_major(overlay[0]) else 1
+        for tensor in overlay:
+            tensor.offset = offsets[cursor]
+            if num_regions > 1:
+                tensor.layer_stride = offsets[cursor + 1] - offsets[cursor]
+            tensor.size = range_bytes
         cursor += num_regions
     kv_cache_config.num_blocks = num_total
 
@@ -154,6 +235,34 @@ class AllocateFrom(torch.overrides.TorchFunctionMode):
             self.num_used += 1
             return self._make_tensor()
         return func(*args, **kwargs)
+
+
+def tensor_sizes(kv_caches: Mapping[str, torch.Tensor]) -> tuple[list[tuple[str, int]], int]:
+    """``([(layer, block bytes)], blocks)`` of caches that vLLM has allocated by itself, one dense tensor ``[B, ...]`` for each.
+
+    Raises:
+        LayoutError: they are something else.
+    """
+    sizes = []
+    counts = set()
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous() or tensor.dim() < 2:
+            raise LayoutError(f"the KV cache of layer {name} is not one dense tensor of blocks")
+        sizes.append((name, tensor.stride(0) * tensor.element_size()))
+        counts.add(tensor.shape[0])
+    if len(counts) != 1 or len({tensor.data_ptr() for tensor in kv_caches.values()}) != len(sizes):
+        raise LayoutError(f"KV caches of {sorted(counts)} blocks, or that lie over each other")
+    return sizes, counts.pop()
+
+
+def move_tensors(kv_caches: Mapping[str, torch.Tensor], memory: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Let vLLM's own tensors lie in ``memory`` (bytes) from now on. Every holder of the same tensor object sees it, and vLLM's
+    memory is free again when the last view of it is gone. They are zero before the first request, as ``memory`` is.
+    """
+    storage = memory.untyped_storage()
+    for tensor, offset in zip(kv_caches.values(), offsets, strict=True):
+        first = (memory.storage_offset() + offset) // tensor.element_size()
+        tensor.set_(storage, first, tensor.shape, tensor.stride())
 
 
 def attention_identity(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> str:
@@ -230,6 +339,14 @@ class PrefixCache:
         block.set_block_hash(key, num_tokens=num_tokens)
         self.insert(key, block)
         return True
+
+
+def cached_block_id(pool: BlockPool, request: "Request", index: int, group: int) -> int:
+    """The request's block at ``index`` by its hash, after vLLM has taken it out of the request's table; 0 without one."""
+    if index >= len(request.block_hashes):
+        return 0
+    found = pool.get_cached_block(request.block_hashes[index], [group])
+    return found[0].block_id if found else 0
 
 
 def leave_prefix_cache(pool: BlockPool, block: KVCacheBlock) -> None:

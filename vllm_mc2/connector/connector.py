@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from vllm_mc2.channel import prepare_socket_dir, sweep_at_exit, sweep_stale_sockets
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.mc2.connector")
 
 
-class MC2Connector(KVConnectorBase_V1):
+class MC2Connector(KVConnectorBase_V1, SupportsHMA):
     """Hands a request's KV cache from prefill to decode without copying it. See ``docs/how-it-works.md``."""
 
     if compat.CACHE_HIT_SOURCE is not None:
@@ -61,6 +63,8 @@ class MC2Connector(KVConnectorBase_V1):
         self._prefill: PrefillHalf | None = None
         self._decode: DecodeHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._block_pool: BlockPool | None = None
+        self._load_errors: set[int] = set()
         self._inspector: EngineInspector | None = None
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config, self._directory)
@@ -72,7 +76,7 @@ class MC2Connector(KVConnectorBase_V1):
     def get_mem_pool_context(self) -> "AbstractContextManager[None] | None":
         """Hook: entered around the allocation of the KV cache."""
         assert self._worker is not None
-        return self._worker.allocation_context() if self._worker.off_reason is None else None
+        return self._worker.allocation_context() if self._worker.gives_memory else None
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Hook: the KV cache is allocated."""
@@ -105,10 +109,23 @@ class MC2Connector(KVConnectorBase_V1):
         """Hook: nothing to save."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Hook: requests whose load is to be reported as failed."""
+        """Hook: requests whose blocks are there now, and those whose load has failed."""
         assert self._worker is not None
-        failed = self._worker.take_failed()
-        return compat.TransferResults(finished_sending=set(), finished_recving=failed, failed_recving=set(failed))
+        loaded, failed = self._worker.take_loaded()
+        return compat.TransferResults(finished_sending=set(), finished_recving=loaded, failed_recving=set(failed))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Hook, before 0.30: requests whose load has ended, in whatever way."""
+        assert self._worker is not None
+        loaded, failed = self._worker.take_loaded()
+        for block_ids in failed.values():
+            self._load_errors.update(block_ids)
+        return None, loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Hook: blocks of failed loads, for a vLLM that does not know failed requests (before 0.30)."""
+        block_ids, self._load_errors = self._load_errors, set()
+        return block_ids
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Hook: answers to the scheduler's orders."""
@@ -123,41 +140,45 @@ class MC2Connector(KVConnectorBase_V1):
 
     # --- scheduler ---
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Hook: vLLM's blocks, before any request. Since 0.30 by way of ``bind_kv_cache_manager``."""
+        self._block_pool = gpu_block_pool
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Hook: every worker has said what it has; the halves can be made."""
         workers = [worker for worker in metadata.values() if isinstance(worker, MC2Handshake)]
         workers.sort(key=lambda worker: worker.rank)
-        off_reason = self._why_off(workers)
+        off_reason = next((worker.reason for worker in workers if worker.reason), None)
+        if off_reason is None and not workers:
+            off_reason = "no worker answered"
         if off_reason is not None:
-            logger.warning("attach is off: %s", off_reason)
+            logger.warning("hand-off is off: %s", off_reason)
         transfer = self._kv_transfer_config
+        attach_off = None
         if transfer.is_kv_producer and off_reason is None:
             self._prefill = self._make_prefill(workers)
         if transfer.is_kv_consumer:
-            self._decode = self._make_decode(workers, off_reason)
-        if self._kv_cache_manager is not None:
-            pool, decode = self._kv_cache_manager.block_pool, self._decode
+            attach_off = next((worker.attach_off for worker in workers if worker.attach_off), None)
+            self._decode = self._make_decode(workers, off_reason, attach_off)
+        if self._block_pool is not None:
+            pool, decode = self._block_pool, self._decode
             self._inspector = EngineInspector(
-                self._engine_id(), self._directory, pool, self._block_size(), off_reason, self._prefill, decode
+                self._engine_id(),
+                self._directory,
+                pool,
+                self._block_size(),
+                off_reason,
+                attach_off if off_reason is None else None,
+                self._prefill,
+                decode,
             )
-
-    def _why_off(self, workers: list[MC2Handshake]) -> str | None:
-        missing = compat.check_contract()
-        if missing:
-            return f"this vLLM lacks {', '.join(missing)}"
-        off = next((worker.reason for worker in workers if worker.reason), None)
-        if off is not None or not workers:
-            return off or "no worker answered"
-        if self._kv_transfer_config.is_kv_consumer and not self._vllm_config.cache_config.enable_prefix_caching:
-            return "prefix caching is off (--no-enable-prefix-caching): attached blocks are prefix-cache hits"
-        return None
 
     def _block_size(self) -> int:
         size: int = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         return size
 
     def _make_prefill(self, workers: list[MC2Handshake]) -> PrefillHalf:
-        assert self._kv_cache_manager is not None
+        assert self._block_pool is not None
         endpoints = tuple(
             WorkerEndpoint(worker.rank, worker.socket_id, worker.pool)
             for worker in workers
@@ -168,20 +189,23 @@ class MC2Connector(KVConnectorBase_V1):
             self._engine_id(),
             self._directory,
             endpoints,
-            self._kv_cache_manager.block_pool,
+            self._block_pool,
             self._block_size(),
+            compat.windows_of(self._kv_cache_config),
             self._vllm_config.model_config.max_model_len,
             self._stats,
         )
         logger.info("prefill %s hands over in place; sockets in %s", self._engine_id(), self._directory)
         return half
 
-    def _make_decode(self, workers: list[MC2Handshake], off_reason: str | None) -> DecodeHalf:
-        assert self._kv_cache_manager is not None
+    def _make_decode(self, workers: list[MC2Handshake], off_reason: str | None, attach_off: str | None) -> DecodeHalf:
+        assert self._block_pool is not None
         peers = None
         bytes_per_block = 0
         plan = workers[0].plan if workers else None
         if off_reason is None and plan is not None:
+            if attach_off is not None and self._config.mode != "pull":
+                logger.warning("attach is off, blocks are copied: %s", attach_off)
             bytes_per_block = len(workers) * plan.pool_layout().bytes_per_block
             peers = PeerTable(
                 self._engine_id(),
@@ -191,14 +215,20 @@ class MC2Connector(KVConnectorBase_V1):
                 self._block_size(),
                 self._config.handshake_timeout_seconds,
                 tuple(OwnWorker(worker.socket_id or "", worker.control_token) for worker in workers),
+                mode=self._config.mode,
+                attach_off=attach_off,
             )
-            logger.info("decode %s attaches prefills from %s", self._engine_id(), self._directory)
+            logger.info(
+                "decode %s takes prefills from %s, mode %s", self._engine_id(), self._directory, self._config.mode
+            )
         return DecodeHalf(
             peers,
-            self._kv_cache_manager.block_pool,
+            self._block_pool,
             self._block_size(),
+            compat.windows_of(self._kv_cache_config),
             bytes_per_block,
             off_reason=off_reason,
+            allows_pull=self._config.mode != "attach",
             fails_on_error=self._kv_transfer_config.kv_load_failure_policy == "fail",
             stats=self._stats,
         )
@@ -236,11 +266,21 @@ class MC2Connector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Hook: the workers' answers of a step."""
+        if self._decode is None:
+            return
         worker_meta = connector_output.kv_connector_worker_meta
-        if self._decode is not None and isinstance(worker_meta, MC2WorkerMetadata):
+        if isinstance(worker_meta, MC2WorkerMetadata):
             self._decode.on_worker_meta(worker_meta)
+        for request_id in connector_output.finished_recving or ():
+            self._decode.on_loaded(request_id, is_failed=request_id in (connector_output.failed_recving or ()))
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Hook: a request has ended, where vLLM knows one cache group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Hook: a request has ended; its blocks are freed right after, hence the pin."""
         params: dict[str, Any] | None = None
         if self._decode is not None:

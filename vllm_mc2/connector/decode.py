@@ -3,17 +3,19 @@
 A request that comes with a ticket is a :class:`Handoff`::
 
     WAITING --peer ready, lease claimed, prompt verified--> ATTACHED --request ends--> (gone)
+       |  \\--the same, but in place is impossible or unwise--> CLAIMED --allocated--> PULLING --copied--> PULLED
        \\------------------- any reason -----------------> REJECTED
 
 While it waits, vLLM is told to ask again (``(None, False)``). Once attached, the full blocks are prefix-cache hits, and the
 partly filled last block is reported as external tokens that are copied just before the forward pass, so that decode computes
-exactly one prompt token. Rejected means that the prompt is computed here or the request is failed, as
+exactly one prompt token. A pulled request waits in vLLM's own state for remote KV while the workers copy, and its lease
+is released as soon as they have. Rejected means that the prompt is computed here or the request is failed, as
 ``kv_load_failure_policy`` says. Scheduler thread only.
 """
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -21,11 +23,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.borrowed import BorrowedBlocks, Loan
 from vllm_mc2.connector.handoff import Handoff, HandoffState
-from vllm_mc2.connector.metadata import MC2Metadata, MC2WorkerMetadata
+from vllm_mc2.connector.loans import Loans, Refusal
+from vllm_mc2.connector.metadata import MC2Metadata, MC2WorkerMetadata, PullOrder
 from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.connector.peers import Peer, PeerState, PeerTable
 from vllm_mc2.errors import PeerUnreachableError, TicketError
-from vllm_mc2.leases import LeaseId, LeaseOffer, PeerLeases
 from vllm_mc2.protocol import Ticket, parse_ticket
 
 if TYPE_CHECKING:
@@ -45,25 +47,32 @@ class DecodeHalf:
         peers: PeerTable | None,
         block_pool: BlockPool,
         block_size: int,
+        windows: tuple[int | None, ...],
         bytes_per_block: int,
         *,
         off_reason: str | None,
+        allows_pull: bool,
         fails_on_error: bool,
         stats: MC2Stats,
     ) -> None:
-        """``peers`` is None when attach is off, for ``off_reason``. ``bytes_per_block``: over all layers and ranks."""
+        """``peers`` is None when nothing can be handed over, for ``off_reason``. ``bytes_per_block``: over all layers and ranks.
+        ``windows``: of each cache group.
+        """
         self._peers = peers
         self._block_size = block_size
         self._bytes_per_block = bytes_per_block
         self._off_reason = off_reason
+        self._allows_pull = allows_pull
         self._fails_on_error = fails_on_error
         self._stats = stats
         self._handoffs: dict[str, Handoff] = {}
-        self._loans: dict[tuple[str, LeaseId], Loan] = {}
-        self._lenders: dict[Loan, Peer] = {}
-        self._borrowed = BorrowedBlocks(block_pool, block_size, self._release)
+        self._loans = Loans(peers, block_size, windows, self._end_loan)
+        self._borrowed = BorrowedBlocks(block_pool, block_size, self._loans.release)
         self._tail_copies: list[tuple[int, int]] = []
-        self._failing: list[str] = []
+        self._failing: dict[str, list[int]] = {}
+        self._pulls: list[PullOrder] = []
+        self._ended_pulling: dict[str, Handoff] = {}
+        """Requests that have ended while their blocks were being copied: the lease lasts until that is over."""
         self._declined: list[Handoff] = []
         """Of requests that have ended, while their lease could not be given back yet."""
         self._seen_reasons: set[str] = set()
@@ -100,6 +109,10 @@ class DecodeHalf:
                 return None, False
         if handoff.state is HandoffState.REJECTED:
             return self._rejected_tokens(handoff)
+        if handoff.state is HandoffState.PULLED:
+            return 0, False  # preempted since: what is not cached any more is computed here
+        if handoff.state is not HandoffState.ATTACHED:
+            return self._tokens_to_pull(handoff, num_local)
         if num_local < handoff.num_full * self._block_size:
             return self._restore(handoff)
         assert handoff.loan is not None
@@ -114,7 +127,18 @@ class DecodeHalf:
         if handoff.state is HandoffState.REJECTED:
             if num_external and not handoff.is_failed:
                 handoff.is_failed = True
-                self._failing.append(request.request_id)
+                self._failing[request.request_id] = [blocks.blocks[0][-1].block_id]
+                self._count(handoff)
+            return
+        if handoff.state is HandoffState.CLAIMED:
+            if num_external:
+                self._pull(handoff, blocks, num_external)
+            else:
+                self._loans.leave(handoff)
+                self._reject(handoff, "another_connector", "the tokens come from another connector of a MultiConnector")
+                self._count(handoff)
+            return
+        if handoff.state is not HandoffState.ATTACHED:
             return
         if num_external:
             assert handoff.loan is not None
@@ -129,9 +153,10 @@ class DecodeHalf:
             return
         self._peers.poll()
         self._advance_all()
-        meta.map_peers, meta.unmap_bases = self._peers.take_orders()
+        meta.map_peers, meta.unmap_keys = self._peers.take_orders()
+        meta.pulls, self._pulls = self._pulls, []
         meta.tail_copies, self._tail_copies = self._tail_copies, []
-        meta.failed_requests, self._failing = self._failing, []
+        meta.failed_requests, self._failing = self._failing, {}
 
     def on_worker_meta(self, worker_meta: MC2WorkerMetadata) -> None:
         """Workers have mapped peers: attach whoever waited for that, before the next lookup."""
@@ -139,21 +164,42 @@ class DecodeHalf:
             self._peers.on_map_results(worker_meta.results)
             self._advance_all()
 
+    def on_loaded(self, request_id: str, *, is_failed: bool) -> None:
+        """Every worker has copied the request's blocks, or one could not: the lease is not needed any more."""
+        handoff = self._ended_pulling.pop(request_id, None) or self._handoffs.get(request_id)
+        if handoff is None or handoff.state is not HandoffState.PULLING:
+            return  # a request that was to fail is reported here too
+        handoff.pull_seconds = time.perf_counter() - handoff.pull_started
+        if is_failed:
+            handoff.num_pulled = 0
+            self._reject(handoff, "pull_failed", "its blocks could not be copied")
+            if self._fails(handoff):
+                self._count(handoff)
+        else:
+            handoff.state = HandoffState.PULLED
+            self._count(handoff)
+        self._loans.leave(handoff)
+
     def request_finished(self, request: "Request") -> dict[str, object] | None:
         """The request has ended, in whatever way; its blocks are freed right after this."""
         handoff = self._handoffs.pop(request.request_id, None)
         if handoff is None:
             return None
-        if handoff.state is HandoffState.WAITING and not self._decline(handoff):
+        if handoff.state is HandoffState.WAITING and not self._loans.decline(handoff):
             self._declined.append(handoff)
-        if handoff.loan is not None:
-            self._leave(handoff.loan, request.request_id)
+        if handoff.state is HandoffState.PULLING:
+            self._ended_pulling[request.request_id] = handoff
+        else:
+            self._loans.leave(handoff)
         return handoff.report(self._bytes_per_block, fails=self._fails(handoff))
 
     def close(self) -> None:
         """End all sessions; prefills then count every claim of ours as released."""
         if self._peers is not None:
             self._peers.close()
+
+    def _end_loan(self, loan: Loan) -> None:
+        self._borrowed.end(loan)
 
     # --- one hand-off ---
 
@@ -162,7 +208,7 @@ class DecodeHalf:
         for handoff in list(self._handoffs.values()):
             if handoff.state is HandoffState.WAITING:
                 self._advance(handoff)
-        self._declined = [handoff for handoff in self._declined if not self._decline(handoff)]
+        self._declined = [handoff for handoff in self._declined if not self._loans.decline(handoff)]
         self._peers.forget_failed()
 
     def _advance(self, handoff: Handoff) -> HandoffState:
@@ -185,75 +231,37 @@ class DecodeHalf:
             # Its memory is still mapped here and would even be right, but nobody keeps the promise any more.
             self._reject(handoff, "peer_gone", f"prefill {peer.engine_id} ended before its ticket was claimed")
         elif peer.state is PeerState.READY:
-            self._attach(handoff, ticket, peer)
+            self._take(handoff, ticket, peer)
             handoff.handoff_seconds = time.perf_counter() - started
 
-    def _attach(self, handoff: Handoff, ticket: Ticket, peer: Peer) -> None:
-        assert peer.leases is not None
-        offer = peer.leases.look_up(ticket)
-        if offer is None:
-            if handoff.is_verdict_pending:
-                self._ask(
-                    handoff, peer.leases, ticket.lease_id
-                )  # takes the dead claim back, or its slot stays ours for ever
-            self._reject(handoff, "ticket_dead", "its lease is over, or the ticket was never issued")
+    def _take(self, handoff: Handoff, ticket: Ticket, peer: Peer) -> None:
+        """Claim the lease, and use its blocks in one way or the other."""
+        outcome = self._loans.claim(handoff, ticket, peer)
+        if outcome is None:
             return
-        if not self._fits(handoff.request, ticket, offer, peer):
-            self._reject(handoff, "prompt_mismatch", "the ticket was made for another prompt, adapter or cache salt")
+        if isinstance(outcome, Refusal):
+            self._reject(handoff, outcome.reason, outcome.detail)
             return
-        loan = self._loans.get((peer.incarnation, ticket.lease_id))
-        if loan is None or handoff.is_verdict_pending:
-            loan = self._claim(handoff, ticket, offer, peer)
-            if loan is None:
-                return
+        loan, is_copy_wanted = outcome
         loan.users.add(handoff.request.request_id)
         handoff.loan = loan
+        if not self._loans.covers(loan, min(loan.num_tokens, handoff.request.num_tokens - 1)):
+            self._loans.leave(handoff)
+            self._reject(
+                handoff, "window_passed", "prefill has given up blocks that the next token's window begins with"
+            )
+            return
+        if peer.way == "pull" or (is_copy_wanted and self._allows_pull):
+            handoff.state = HandoffState.CLAIMED
+            handoff.reason = peer.way_reason or "prefill_asks"
+            return
         num_full = min(loan.num_tokens, handoff.request.num_tokens - 1) // self._block_size
         if not self._borrowed.attach(loan, handoff.request.block_hashes[:num_full]):
-            handoff.loan = None
-            self._leave(loan, handoff.request.request_id)
+            self._loans.leave(handoff)
             self._reject(handoff, "block_conflict", "a block of the lease stands for another prefix already")
             return
         handoff.num_full = num_full
         handoff.state = HandoffState.ATTACHED
-
-    def _fits(self, request: "Request", ticket: Ticket, offer: LeaseOffer, peer: Peer) -> bool:
-        """Whether the lease covers the beginning of this very prompt."""
-        num_tokens = offer.num_tokens
-        if not 0 < num_tokens <= request.num_prompt_tokens:
-            return False
-        if offer.num_blocks != -(-num_tokens // self._block_size) or offer.num_blocks >= peer.num_blocks:
-            return False
-        return compat.request_digest(request, ticket.token_bytes, num_tokens) == offer.digest
-
-    def _claim(self, handoff: Handoff, ticket: Ticket, offer: LeaseOffer, peer: Peer) -> Loan | None:
-        """Claim the lease; None when it is pending or the hand-off was rejected."""
-        assert peer.leases is not None
-        lease_id = ticket.lease_id
-        verdict = self._ask(handoff, peer.leases, lease_id)
-        if verdict == "pending" and peer.is_gone():
-            verdict = "dead"
-        if verdict == "dead":
-            self._reject(handoff, "ticket_dead", "its lease has just ended")
-        if verdict != "held":
-            return None
-        known = self._loans.get((peer.incarnation, lease_id))
-        if known is not None:
-            # Another request with this ticket got its verdict first; a loan has one claim.
-            peer.leases.release(lease_id)
-            return known
-        remote_ids = peer.leases.block_ids(lease_id)
-        usable = len(remote_ids) == offer.num_blocks and all(0 < block_id < peer.num_blocks for block_id in remote_ids)
-        if not usable or len(set(remote_ids)) != len(remote_ids):
-            peer.leases.release(lease_id)
-            self._reject(handoff, "bad_lease", "the peer's block table is not valid")
-            return None
-        block_ids = tuple(peer.base + block_id for block_id in remote_ids)
-        loan = Loan(peer.incarnation, lease_id, offer.num_tokens, block_ids)
-        self._loans[peer.incarnation, lease_id] = loan
-        self._lenders[loan] = peer
-        peer.num_loans += 1
-        return loan
 
     def _restore(self, handoff: Handoff) -> tuple[int | None, bool]:
         """Some block left the prefix cache since attach (a local one was evicted, or the cache was reset): put it back."""
@@ -261,11 +269,42 @@ class DecodeHalf:
         handoff.num_lookups += 1
         hashes = handoff.request.block_hashes[: handoff.num_full]
         if handoff.num_lookups > MAX_LOOKUPS or not self._borrowed.attach(handoff.loan, hashes):
-            loan, handoff.loan = handoff.loan, None
-            self._leave(loan, handoff.request.request_id)
+            self._loans.leave(handoff)
             self._reject(handoff, "lookup_failed", "attached blocks are not found in the prefix cache")
             return self._rejected_tokens(handoff)
         return None, False
+
+    def _tokens_to_pull(self, handoff: Handoff, num_local: int) -> tuple[int, bool]:
+        """What decode does not have yet, but for the last token of the prompt, which it must compute to go on from there."""
+        assert handoff.loan is not None
+        missing = min(handoff.loan.num_tokens, handoff.request.num_tokens - 1) - num_local
+        if missing > 0:
+            return missing, True
+        handoff.state = HandoffState.PULLED
+        self._count(handoff)
+        self._loans.leave(handoff)
+        return 0, False
+
+    def _pull(self, handoff: Handoff, blocks: KVCacheBlocks, num_external: int) -> None:
+        """The request has its blocks, which nobody computes: let the workers fill them."""
+        loan = handoff.loan
+        assert loan is not None
+        end = min(loan.num_tokens, handoff.request.num_tokens - 1)
+        first, last = (end - num_external) // self._block_size, -(-end // self._block_size)
+        peer = self._loans.lender(loan)
+        own_ids, peer_ids = [], []
+        num_blocks = -(-loan.num_tokens // self._block_size)
+        for group, table in enumerate(blocks.blocks):
+            lent = loan.block_ids[group * num_blocks : (group + 1) * num_blocks]
+            for block, lent_id in zip(table[first:last], lent[first:last], strict=True):
+                # No block on either side: its tokens are out of the window already.
+                if block.block_id and lent_id:
+                    own_ids.append(block.block_id)
+                    peer_ids.append(lent_id - max(peer.base, 0))
+        self._pulls.append(PullOrder(handoff.request.request_id, peer.key, own_ids, peer_ids))
+        handoff.state = HandoffState.PULLING
+        handoff.num_pulled = len(own_ids)
+        handoff.pull_started = time.perf_counter()
 
     def _rejected_tokens(self, handoff: Handoff) -> tuple[int, bool]:
         """Policy ``fail``: pretend to load one token, whose failure is then reported, as vLLM has no other way to
@@ -277,10 +316,10 @@ class DecodeHalf:
         return 0, False
 
     def _fails(self, handoff: Handoff) -> bool:
-        """Whether a rejected hand-off ends its request. One that asks for every prompt token to be computed does not fail:
-        computing them is what it asked for.
+        """Whether a rejected hand-off ends its request. Not one that asks for every prompt token to be computed, and gets that;
+        nor one that somebody else serves.
         """
-        return self._fails_on_error and handoff.reason != "skips_prefix_cache"
+        return self._fails_on_error and handoff.reason not in {"skips_prefix_cache", "another_connector"}
 
     def _reject(self, handoff: Handoff, reason: str, detail: str) -> None:
         handoff.state = HandoffState.REJECTED
@@ -295,15 +334,18 @@ class DecodeHalf:
             )  # fmt: skip
         else:
             logger.debug("request %s is %s: %s (%s)", handoff.request.request_id, outcome, reason, detail)
-        if fails:
-            self._count(handoff)
 
     def _count(self, handoff: Handoff) -> None:
         """Once per request, although preemption allocates again."""
         if handoff.is_counted:
             return
         handoff.is_counted = True
-        if handoff.state is HandoffState.ATTACHED:
+        if handoff.state is HandoffState.PULLED:
+            self._stats.add("handoffs", 1, "pull", handoff.reason)
+            self._stats.add("kv_bytes_copied", handoff.num_pulled * self._bytes_per_block)
+            self._stats.add("handoff_seconds", handoff.handoff_seconds)
+            self._stats.add("pull_seconds", handoff.pull_seconds)
+        elif handoff.state is HandoffState.ATTACHED:
             self._stats.add("handoffs", 1, "attach", "")
             self._stats.add("blocks_attached", handoff.num_full)
             self._stats.add("kv_bytes_not_copied", handoff.num_full * self._bytes_per_block)
@@ -311,57 +353,9 @@ class DecodeHalf:
         else:
             self._stats.add("handoffs", 1, "failed" if self._fails(handoff) else "recompute", handoff.reason)
 
-    # --- loans ---
-
-    def _leave(self, loan: Loan, request_id: str) -> None:
-        """A user of the loan has ended."""
-        loan.users.discard(request_id)
-        if not loan.users and not loan.is_over:
-            del self._loans[loan.incarnation, loan.lease_id]
-            self._borrowed.end(loan)
-
-    def _release(self, loan: Loan) -> None:
-        """Nothing here uses the loan any more: tell prefill, by one word in the ledger."""
-        assert self._peers is not None
-        self._peers.give_back(self._lenders.pop(loan), loan.lease_id)
-
-    @staticmethod
-    def _ask(handoff: Handoff, leases: PeerLeases, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
-        """Claim the lease, or ask for the verdict on the claim that was made before."""
-        verdict = leases.poll(lease_id) if handoff.is_verdict_pending else leases.claim(lease_id)
-        handoff.is_verdict_pending = verdict == "pending"
-        return verdict
-
-    def _decline(self, handoff: Handoff) -> bool:
-        """End the lease of a request that ended before it was attached, instead of leaving it to the offer timeout.
-
-        Returns:
-            False when it is too early: the peer is just being connected to, or prefill has not given its verdict yet.
-        """
-        if self._peers is None or handoff.ticket is None:
-            return True
-        with self._peers.lock:
-            try:
-                peer = self._peers.get(handoff.ticket.incarnation)
-            except PeerUnreachableError:
-                return True
-            if peer.state is PeerState.FAILED or peer.is_gone():
-                return True
-            return peer.leases is not None and self._decline_known(handoff, handoff.ticket, peer, peer.leases)
-
-    def _decline_known(self, handoff: Handoff, ticket: Ticket, peer: Peer, leases: PeerLeases) -> bool:
-        lease_id = ticket.lease_id
-        if not handoff.is_verdict_pending:
-            if (peer.incarnation, lease_id) in self._loans or leases.look_up(ticket) is None:
-                return True
-        verdict = self._ask(handoff, leases, lease_id)
-        if verdict == "held":
-            leases.release(lease_id)
-        return verdict != "pending"
-
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping although it has no request: at most until the handshake times out."""
-        return bool(self._declined) or (self._peers is not None and self._peers.is_settling)
+        return bool(self._declined or self._ended_pulling) or (self._peers is not None and self._peers.is_settling)
 
     @property
     def peers(self) -> PeerTable | None:
@@ -372,6 +366,6 @@ class DecodeHalf:
         """Numbers for tests and ``inspect``: everything is 0 when nothing is borrowed."""
         return {
             "handoffs": len(self._handoffs),
-            "loans": len(self._lenders),
+            "loans": len(self._loans),
             "borrowed_blocks": len(self._borrowed),
         }

@@ -16,6 +16,9 @@ class HandoffState(enum.Enum):
 
     WAITING = "waiting"
     ATTACHED = "attached"
+    CLAIMED = "claimed"
+    PULLING = "pulling"
+    PULLED = "pulled"
     REJECTED = "rejected"
 
 
@@ -32,19 +35,33 @@ class Handoff:
     num_full: int = 0
     """Full blocks that are attached."""
     num_tail: int = 0
+    num_pulled: int = 0
+    """Blocks that were copied, the partly filled last one included."""
+    pull_started: float = 0.0
+    pull_seconds: float = 0.0
     handoff_seconds: float = 0.0
     num_lookups: int = 0
     is_failed: bool = False
     is_counted: bool = False
 
+    def way(self, *, fails: bool) -> str:
+        """What became of it; ``fails``: whether a rejection ends the request."""
+        if self.state is HandoffState.REJECTED:
+            return "failed" if fails else "recompute"
+        if self.state is HandoffState.ATTACHED:
+            return "attach"
+        return "pull" if self.state is HandoffState.PULLED else "unfinished"
+
     def report(self, bytes_per_block: int, *, fails: bool) -> dict[str, object]:
         """What happened, for ``report_in_response``."""
         attached = self.state is HandoffState.ATTACHED
         return {
-            "way": "attach" if attached else "failed" if fails else "recompute",
+            "way": self.way(fails=fails),
             "reason": self.reason or None,
             "blocks_attached": self.num_full if attached else 0,
             "tail_tokens": self.num_tail,
             "kv_bytes_not_copied": self.num_full * bytes_per_block if attached else 0,
+            "kv_bytes_copied": self.num_pulled * bytes_per_block,
+            "pull_us": round(self.pull_seconds * 1e6, 1),
             "handoff_us": round(self.handoff_seconds * 1e6, 1),
         }

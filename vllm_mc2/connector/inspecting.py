@@ -27,6 +27,7 @@ from vllm_mc2.inspection import (
     WindowRow,
     WorkerReport,
 )
+from vllm_mc2.layout import AddressPlan, PoolLayout
 from vllm_mc2.memory import WorkerMemory
 from vllm_mc2.protocol import InspectHello, Message, Refusal, new_incarnation
 from vllm_mc2.reporting import fit, lease_rows, refusal
@@ -43,6 +44,7 @@ class EngineInspector:
         block_pool: BlockPool,
         block_size: int,
         off_reason: str | None,
+        attach_off: str | None,
         prefill: PrefillHalf | None,
         decode: DecodeHalf | None,
     ) -> None:
@@ -55,6 +57,7 @@ class EngineInspector:
         self._block_pool = block_pool
         self._block_size = block_size
         self._off_reason = (off_reason or "")[:1024]
+        self._attach_off = (attach_off or "")[:1024]
         self._prefill = prefill
         self._decode = decode
         self._role: Literal["prefill", "decode", "both"] = "prefill" if decode is None else "decode"
@@ -86,6 +89,7 @@ class EngineInspector:
             pid=os.getpid(),
             uptime_seconds=time.monotonic() - self._started,
             off_reason=self._off_reason,
+            attach_off=self._attach_off,
             block_size=self._block_size,
             num_blocks=len(self._block_pool.blocks),
             free_blocks=self._block_pool.get_num_free_blocks(),
@@ -144,6 +148,8 @@ def _peer_row(peer: Peer) -> PeerRow:
         pid=session.peer_pid if session is not None else 0,
         state=state.value,
         reason=peer.reason[:1024],
+        way=peer.way,
+        way_reason=peer.way_reason,
         base=peer.base,
         num_blocks=peer.num_blocks,
         loans=max(0, peer.num_loans),
@@ -152,12 +158,21 @@ def _peer_row(peer: Peer) -> PeerRow:
     )
 
 
-def answer_for_worker(hello: InspectHello, engine_id: str, rank: int, memory: WorkerMemory) -> Answer:
-    """A worker's report, or a refusal of another protocol version. Session thread."""
-    layout = memory.layout
-    mapped = [
-        MappedRow(base, pool.num_blocks, pool.num_blocks * pool.bytes_per_block) for base, pool in memory.mapped_peers()
-    ]
+def answer_for_worker(
+    hello: InspectHello,
+    engine_id: str,
+    rank: int,
+    plan: AddressPlan,
+    memory: WorkerMemory | None,
+    elsewhere: list[tuple[int, PoolLayout]],
+) -> Answer:
+    """A worker's report, or a refusal of another protocol version. Session thread.
+
+    ``memory`` is None when vLLM's cache lies in its own; ``elsewhere``: pools that are mapped only to be copied from.
+    """
+    layout = plan.pool_layout()
+    pools = [*(memory.mapped_peers() if memory is not None else ()), *elsewhere]
+    mapped = [MappedRow(base, pool.num_blocks, pool.num_blocks * pool.bytes_per_block) for base, pool in pools]
     report = WorkerReport(
         engine_id=engine_id[:256],
         rank=rank,
@@ -166,7 +181,7 @@ def answer_for_worker(hello: InspectHello, engine_id: str, rank: int, memory: Wo
         pool_bytes=layout.pool_bytes,
         num_blocks=layout.num_blocks,
         bytes_per_block=layout.bytes_per_block,
-        pages=memory.page_summary,
+        pages=memory.page_summary if memory is not None else "vLLM's own",
         mapped=mapped[:MAX_PEER_ROWS],
     )
     return refusal(hello) or Answer(report, keep_open=False)

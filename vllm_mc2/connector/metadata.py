@@ -13,12 +13,27 @@ from vllm_mc2.layout import AddressPlan, PoolLayout
 
 @dataclass(frozen=True)
 class MapPeer:
-    """Scheduler to workers: map the pool of your counterpart at block id ``base``."""
+    """Scheduler to workers: map the pool of your counterpart, in the window or elsewhere."""
 
     incarnation: str
-    base: int
+    key: int
+    """What this engine calls the peer in later orders."""
+    base: int | None
+    """Block id in the window, to use it in place; None to copy from it only."""
     socket_ids: tuple[str, ...]
     """Socket of the peer's worker, by rank."""
+
+
+@dataclass(frozen=True)
+class PullOrder:
+    """Scheduler to workers: copy a request's blocks, and report the request when they are there."""
+
+    request_id: str
+    key: int
+    """Of the peer."""
+    own_ids: list[int]
+    peer_ids: list[int]
+    """Counted in the peer's pool; as many."""
 
 
 @dataclass
@@ -26,11 +41,12 @@ class MC2Metadata(KVConnectorMetadata):
     """Scheduler to workers, with each step."""
 
     map_peers: list[MapPeer] = field(default_factory=list)
-    unmap_bases: list[int] = field(default_factory=list)
+    unmap_keys: list[int] = field(default_factory=list)
+    pulls: list[PullOrder] = field(default_factory=list)
     tail_copies: list[tuple[int, int]] = field(default_factory=list)
     """``(local block, global block)``: partly filled last blocks to copy before the forward pass."""
-    failed_requests: list[str] = field(default_factory=list)
-    """Requests to be reported as failed loads, which is how a connector ends a request."""
+    failed_requests: dict[str, list[int]] = field(default_factory=dict)
+    """Requests to be reported as failed loads, which is how a connector ends a request, with the block that was to be loaded."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +77,13 @@ class MC2Handshake(KVConnectorHandshakeMetadata):
 
     rank: int
     plan: AddressPlan | None
-    """None when attach is off; ``reason`` says why."""
+    """None when nothing can be handed over; ``reason`` says why."""
     pool: PoolLayout | None
     """None unless the pool is shared."""
     socket_id: str | None
-    """Where the worker listens; None when attach is off."""
+    """Where the worker listens; None when nothing can be handed over."""
     control_token: str = ""
     """Proves to the worker that its own scheduler speaks."""
     reason: str | None = None
+    attach_off: str | None = None
+    """Why there is no window here, although blocks can be copied into this worker's cache."""

@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTERS = {
     "blocks_attached": "Blocks of prefill's memory used in place by decode.",
     "kv_bytes_not_copied": "KV bytes that decode read from prefill's memory instead of copying them.",
+    "kv_bytes_copied": "KV bytes that decode copied out of prefill's memory.",
+    "pull_seconds": "Time from the order to copy until all workers had copied, all hand-offs together.",
     "handoff_seconds": "Time that decode's scheduler spent on claiming and attaching, all hand-offs together.",
     "leases_published": "Leases that prefill published.",
     "leases_refused": "Finished prefills that got no ticket.",

@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 from vllm_mc2.channel import close_all, socket_path
 from vllm_mc2.connector.deathwatch import DeathWatchThread
 from vllm_mc2.connector.metadata import MapPeer, MapResult
 from vllm_mc2.errors import LayoutError, PeerRefusedError, PeerUnreachableError, ProtocolError
-from vllm_mc2.layout import AddressPlan, WindowAllocator
+from vllm_mc2.layout import AddressPlan, WindowAllocator, head_slices
 from vllm_mc2.leases import LeaseId, PeerLeases
 from vllm_mc2.protocol import PROTOCOL_VERSION, Done, RetirePool, SchedulerHello, SchedulerWelcome
 from vllm_mc2.session import Session, open_session
@@ -52,13 +52,19 @@ class Peer:
     """One incarnation of a prefill engine."""
 
     incarnation: str
+    key: int
+    """What orders to the workers call it."""
     deadline: float
     state: PeerState = PeerState.CONNECTING
     engine_id: str = ""
     reason: str = ""
+    way: Literal["attach", "pull"] = "attach"
+    way_reason: str = ""
+    """Why it is not attached, when it is not: ``mode``, ``attach_off``, ``tensor_parallel`` or ``window_full``."""
     session: Session | None = None
     leases: PeerLeases | None = None
     base: int = -1
+    """First block id in the window; -1 when it is not there."""
     num_blocks: int = 0
     ranks_left: set[int] = field(default_factory=set)
     num_loans: int = 0
@@ -112,8 +118,16 @@ class PeerTable:
         block_size: int,
         timeout_seconds: float,
         workers: tuple[OwnWorker, ...] = (),
+        *,
+        mode: Literal["auto", "attach", "pull"] = "auto",
+        attach_off: str | None = None,
     ) -> None:
-        """``workers``: where this engine's own workers listen, for orders between steps."""
+        """``workers``: where this engine's own workers listen, for orders between steps. ``attach_off``: why this engine attaches
+        nothing, whoever the peer is.
+        """
+        self._mode = mode
+        self._attach_off = attach_off
+        self._next_key = 0
         self.lock = threading.RLock()
         self._workers = workers
         self._deathwatch = DeathWatchThread(self._retire)
@@ -156,7 +170,8 @@ class PeerTable:
             self._forget_oldest_refused()
         if len(self._peers) >= MAX_PEERS:
             raise PeerUnreachableError(f"{MAX_PEERS} peers are known already")
-        peer = Peer(incarnation, time.monotonic() + self._timeout_seconds)
+        peer = Peer(incarnation, self._next_key, time.monotonic() + self._timeout_seconds)
+        self._next_key += 1
         self._peers[incarnation] = peer
         threading.Thread(target=self._connect, args=(incarnation, path), name="mc2-connect", daemon=True).start()
         return peer
@@ -203,19 +218,38 @@ class PeerTable:
             return
         finally:
             close_all(fds)
+        obstacle = self._why_not_attach(peer, welcome)
+        if obstacle is not None:
+            reason, detail = obstacle
+            if self._mode == "attach":
+                self._fail(peer, reason, detail)
+                return
+            peer.way, peer.way_reason = "pull", reason
+            logger.info("prefill %s: its blocks are copied, not used in place: %s (%s)", peer.engine_id, reason, detail)
+        peer.state = PeerState.MAPPING
+        peer.ranks_left = set(range(self._num_ranks))
+        by_rank = sorted(welcome.workers, key=lambda worker: worker.rank)
+        base = peer.base if peer.way == "attach" else None
+        sockets = tuple(worker.socket_id for worker in by_rank)
+        self._map_orders.append(MapPeer(peer.incarnation, peer.key, base, sockets))
+
+    def _why_not_attach(self, peer: Peer, welcome: SchedulerWelcome) -> tuple[str, str] | None:
+        """``(reason, detail)``, or None with a place in the window that is the peer's from now on."""
+        if self._mode == "pull":
+            return "mode", "mode is pull here"
+        if self._attach_off is not None:
+            return "attach_off", self._attach_off
+        if len(welcome.workers) != self._num_ranks:
+            return "tensor_parallel", f"{len(welcome.workers)} ranks there, {self._num_ranks} here"
         base = self._window.claim(peer.num_blocks)
         if base is None:
             self._drop_idle_peers()
             base = self._window.claim(peer.num_blocks)
         if base is None:
             detail = f"{peer.num_blocks} blocks, {self._window.num_free} free; raise window_pool_factor"
-            self._fail(peer, "window_full", detail)
-            return
+            return "window_full", detail
         peer.base = base
-        peer.state = PeerState.MAPPING
-        peer.ranks_left = set(range(self._num_ranks))
-        by_rank = sorted(welcome.workers, key=lambda worker: worker.rank)
-        self._map_orders.append(MapPeer(peer.incarnation, base, tuple(worker.socket_id for worker in by_rank)))
+        return None
 
     def _check_welcome(self, welcome: SchedulerWelcome) -> int:
         """The pool's number of blocks, the same on every rank.
@@ -223,8 +257,10 @@ class PeerTable:
         Raises:
             LayoutError: what the peer announced does not fit ours. Workers compare everything else.
         """
-        if sorted(worker.rank for worker in welcome.workers) != list(range(self._num_ranks)):
-            raise LayoutError(f"tensor parallel size differs: {len(welcome.workers)} there, {self._num_ranks} here")
+        num_ranks = len(welcome.workers)
+        if sorted(worker.rank for worker in welcome.workers) != list(range(num_ranks)):
+            raise LayoutError(f"ranks {sorted(worker.rank for worker in welcome.workers)}")
+        head_slices(0, self._num_ranks, num_ranks)
         if welcome.block_size != self._block_size:
             raise LayoutError(f"block_size differs: {welcome.block_size} there, {self._block_size} here")
         for worker in welcome.workers:
@@ -249,7 +285,8 @@ class PeerTable:
                 peer.state = PeerState.READY
                 assert peer.session is not None
                 self._deathwatch.watch(peer.incarnation, peer.session)
-                logger.info("attached prefill %s: %d blocks mapped at %d", peer.engine_id, peer.num_blocks, peer.base)
+                where = f"mapped at {peer.base}" if peer.way == "attach" else "to be copied from"
+                logger.info("attached prefill %s: %d blocks %s", peer.engine_id, peer.num_blocks, where)
 
     @_locked
     def forget_failed(self) -> None:
@@ -260,7 +297,7 @@ class PeerTable:
 
     @_locked
     def take_orders(self) -> tuple[list[MapPeer], list[int]]:
-        """``(pools to map, bases to unmap)`` for the workers; the latter come first."""
+        """``(pools to map, keys of peers to unmap)`` for the workers; the latter come first."""
         orders = self._map_orders, self._unmap_orders
         self._map_orders, self._unmap_orders = [], []
         return orders
@@ -297,16 +334,17 @@ class PeerTable:
                 return
             del self._peers[incarnation]
         logger.info("prefill %s is gone and nothing of it is in use: unmapped", peer.engine_id)
-        is_unmapped = all(self._order_unmap(worker, peer.base) for worker in self._workers)
+        is_unmapped = all(self._order_unmap(worker, peer.key) for worker in self._workers)
         with self.lock:
             if not is_unmapped:
-                self._unmap_orders.append(peer.base)
+                self._unmap_orders.append(peer.key)
             # Only now may the window's range be given to somebody else.
-            self._window.release(peer.base, peer.num_blocks)
+            if peer.base >= 0:
+                self._window.release(peer.base, peer.num_blocks)
             self._close(peer)
 
-    def _order_unmap(self, worker: OwnWorker, base: int) -> bool:
-        order = RetirePool(worker.control_token, base)
+    def _order_unmap(self, worker: OwnWorker, key: int) -> bool:
+        order = RetirePool(worker.control_token, key)
         path = socket_path(self._directory, worker.socket_id)
         try:
             _, _, session = open_session(path, order, Done, 0, self._timeout_seconds)
@@ -328,28 +366,29 @@ class PeerTable:
 
     def _drop_idle_peers(self) -> None:
         for peer in list(self._peers.values()):
-            if peer.state is PeerState.READY and peer.num_loans == 0:
+            if peer.state is PeerState.READY and peer.num_loans == 0 and peer.base >= 0:
                 self._remove(peer)
 
     def _remove(self, peer: Peer) -> None:
         del self._peers[peer.incarnation]
-        self._give_back_window(peer)
+        self._order_to_unmap(peer)
         self._close(peer)
 
     def _fail(self, peer: Peer, reason: str, detail: str) -> None:
         logger.warning("cannot attach prefill %s: %s (%s)", peer.engine_id or peer.incarnation, reason, detail)
+        is_ordered = peer.state in (PeerState.MAPPING, PeerState.READY)
         peer.state = PeerState.FAILED
         peer.reason = reason
-        self._give_back_window(peer)
+        if is_ordered:
+            self._order_to_unmap(peer)
         self._close(peer)
 
-    def _give_back_window(self, peer: Peer) -> None:
-        if peer.base < 0:
-            return
-        order = next((order for order in self._map_orders if order.base == peer.base), None)
+    def _order_to_unmap(self, peer: Peer) -> None:
+        order = next((order for order in self._map_orders if order.key == peer.key), None)
         if order is not None:
             self._map_orders.remove(order)
         else:
-            self._unmap_orders.append(peer.base)
-        self._window.release(peer.base, peer.num_blocks)
-        peer.base = -1
+            self._unmap_orders.append(peer.key)
+        if peer.base >= 0:
+            self._window.release(peer.base, peer.num_blocks)
+            peer.base = -1

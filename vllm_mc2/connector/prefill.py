@@ -6,7 +6,7 @@ at the next scheduler hook, since an idle engine needs no blocks. Scheduler thre
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +51,12 @@ class PrefillHalf:
         workers: tuple[WorkerEndpoint, ...],
         block_pool: BlockPool,
         block_size: int,
+        windows: tuple[int | None, ...],
         max_model_len: int,
         stats: MC2Stats,
     ) -> None:
+        """``windows``: of each cache group, which has a block table of its own for every request."""
+        self._windows = windows
         self._config = config
         self._engine_id = engine_id
         self._workers = workers
@@ -67,10 +70,13 @@ class PrefillHalf:
         self.on_inspect: Callable[[InspectHello], Answer] | None = None
         """Answers an onlooker, on the session thread. Set once, by who can see the whole engine."""
         self.incarnation = new_incarnation()
-        max_blocks = -(-max_model_len // block_size)
+        max_blocks = len(windows) * -(-max_model_len // block_size)
         num_blocks = len(block_pool.blocks) - 1  # without the null block
         # However much is lent, a request of any length can still be computed: lending must never stop prefill.
-        self._max_lent = min(int(config.max_lent_fraction * num_blocks), num_blocks - max_blocks)
+        self._max_pinned = num_blocks - max_blocks
+        self._max_lent = min(int(config.max_lent_fraction * num_blocks), self._max_pinned)
+        if config.mode == "attach":
+            self._max_pinned = self._max_lent
         if self._max_lent < max_blocks:
             logger.warning(
                 "of %d KV blocks only %d can be lent, since a request of %d tokens needs %d; more KV memory or a smaller"
@@ -131,42 +137,73 @@ class PrefillHalf:
             if not self._lent[block.block_id]:
                 del self._lent[block.block_id]
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> dict[str, Any] | None:
+    def request_finished(self, request: "Request", tables: Sequence[list[int]]) -> dict[str, Any] | None:
         """``kv_transfer_params`` for the response of a prefill request, with a ticket unless there can be none.
 
-        ``block_ids`` covers the computed tokens. Called before vLLM frees the blocks.
+        ``tables``: the block ids of each cache group, which cover the computed tokens; 0 where a window has passed. Called
+        before vLLM frees the blocks.
         """
         if compat.transfer_params(request).get("do_remote_decode") is not True or request.status not in _FINISHED:
             return None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
-        block_ids = block_ids[: -(-num_tokens // self._block_size)]
+        num_blocks = -(-num_tokens // self._block_size)
+        block_ids = self._tables_for_decode(request, tables, num_blocks, num_tokens)
+        own_ids = [block_id for block_id in block_ids if block_id or self._windows == (None,)]
         token = new_token()
         digest = compat.request_digest(request, token, num_tokens)
-        problem = self._why_not(num_tokens, block_ids)
+        num_lent = len(self._lent) + sum(block_id not in self._lent for block_id in own_ids)
+        problem = None
+        if num_tokens == 0 or len(block_ids) != len(self._windows) * num_blocks:
+            problem = "its blocks are gone"
+        problem = problem or self._why_not(own_ids, num_lent)
         if problem is not None or digest is None:
             self._refuse(request, problem or "its prompt has no token ids")
             return None
-        blocks = [self._block_pool.blocks[block_id] for block_id in block_ids]
+        blocks = [self._block_pool.blocks[block_id] for block_id in own_ids]
         self._block_pool.touch(blocks)
-        ticket = self.book.publish(token, digest, num_tokens, block_ids, self._config.offer_timeout_seconds, blocks)
+        # A copy takes milliseconds, where use in place lasts as long as decode's answer.
+        is_copy_wanted = self._config.mode == "pull" or num_lent > self._max_lent
+        ticket = self.book.publish(
+            token,
+            digest,
+            num_tokens,
+            block_ids,
+            self._config.offer_timeout_seconds,
+            blocks,
+            is_copy_wanted=is_copy_wanted,
+        )
         if ticket is None:
             self._block_pool.free_blocks(reversed(blocks))
             self._refuse(request, "no free lease slot; raise num_lease_slots")
             return None
-        self._lent.update(block_ids)
+        self._lent.update(own_ids)
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
         return ticket_params(ticket, self._engine_id, len(self._workers))
 
-    def _why_not(self, num_tokens: int, block_ids: list[int]) -> str | None:
-        if num_tokens == 0 or len(block_ids) * self._block_size < num_tokens:
-            return "its blocks are gone"
+    def _tables_for_decode(
+        self, request: "Request", tables: Sequence[list[int]], num_blocks: int, num_tokens: int
+    ) -> list[int]:
+        """The block ids of all groups, one group's after the other's.
+
+        Decode computes the prompt's last token once more, so its window begins one token before the one that vLLM has just
+        moved on to here. A block that was given up for this one token is still cached.
+        """
+        block_ids = []
+        for group, (table, window) in enumerate(zip(tables, self._windows, strict=True)):
+            lent = table[:num_blocks]
+            first = 0 if window is None else max(0, num_tokens - window) // self._block_size
+            if first < len(lent) and not lent[first]:
+                lent[first] = compat.cached_block_id(self._block_pool, request, first, group)
+            block_ids += lent
+        return block_ids
+
+    def _why_not(self, block_ids: list[int], num_lent: int) -> str | None:
         # 0 is the null block; what is beyond the pool is borrowed from another engine and not ours to lend.
         if not all(0 < block_id < len(self._block_pool.blocks) for block_id in block_ids):
             return "its blocks are not all our own"
-        num_lent = len(self._lent) + sum(block_id not in self._lent for block_id in block_ids)
-        if num_lent > self._max_lent:
-            return f"{len(self._lent)} blocks are lent already; see max_lent_fraction"
+        if num_lent > self._max_pinned:
+            return f"{len(self._lent)} blocks are lent already, and a request of the longest length must still fit"
         return None
 
     def _refuse(self, request: "Request", problem: str) -> None:

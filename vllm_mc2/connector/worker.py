@@ -4,6 +4,8 @@ Life: constructed before vLLM allocates the KV cache (makes the plan and edits `
 then uses); ``allocation_context`` hands our memory to vLLM's one allocation; ``register_kv_caches`` checks where the
 tensors came to lie and starts to listen. From then on each step brings orders in its metadata.
 
+Where vLLM does not let us give it memory, or attach is off, a decode's cache is vLLM's own, and blocks are copied into it.
+
 Peers are mapped on a short-lived thread each, since a stopped peer answers late; attention never reads a window before the
 scheduler has heard that it is mapped. Everything else runs on the worker's main thread.
 """
@@ -16,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from vllm.config import VllmConfig
@@ -26,9 +29,10 @@ from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.inspecting import answer_for_worker
 from vllm_mc2.connector.metadata import MapPeer, MapResult, MC2Handshake, MC2Metadata, MC2WorkerMetadata
+from vllm_mc2.connector.pulling import Puller, PullSource
 from vllm_mc2.errors import LayoutError, MC2Error, PeerRefusedError, PeerUnreachableError
-from vllm_mc2.layout import AddressPlan, make_plan
-from vllm_mc2.memory import WorkerMemory
+from vllm_mc2.layout import AddressPlan, HeadSlice, head_slices, make_plan
+from vllm_mc2.memory import OwnRegion, WorkerMemory, map_elsewhere
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
     Done,
@@ -51,24 +55,60 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_i
     import vllm
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
+    specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+
+    def of_groups(name: str) -> str:
+        return "|".join(str(getattr(spec, name, None)) for spec in specs)
+
     return {
         "vllm": vllm.__version__,
         "model": model_identity or f"{model.model}@{model.revision or 'default'}",
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(cache.cache_dtype),
-        "block_size": str(spec.block_size),
-        "num_kv_heads": str(getattr(spec, "num_kv_heads", None)),
-        "head_size": str(getattr(spec, "head_size", None)),
-        "block_bytes": str(spec.page_size_bytes),
+        "kv_cache_groups": "|".join(compat.group_kinds(kv_cache_config)),
+        "block_size": of_groups("block_size"),
+        "num_kv_heads": of_groups("num_kv_heads"),
+        "head_size": of_groups("head_size"),
+        "sliding_window": of_groups("sliding_window"),
+        "block_bytes": of_groups("page_size_bytes"),
+        "head_bytes": "|".join(
+            str(spec.page_size_bytes // (getattr(spec, "num_kv_heads", None) or 1)) for spec in specs
+        ),
         "layers": ",".join(name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers),
         "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
         "attention": compat.attention_identity(vllm_config, kv_cache_config),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
+        "kv_heads_of_all_ranks": str(model.get_total_num_kv_heads()),
         "speculative_config": str(vllm_config.speculative_config is not None),
     }
+
+
+OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes")
+"""What of a fingerprint depends on the number of ranks."""
+
+
+def why_attach_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MC2Config) -> str | None:
+    """Why this engine uses no peer's blocks in place, or None."""
+    if config.mode == "pull":
+        return "mode is pull"
+    obstacle = compat.why_not_in_place(kv_cache_config)
+    if obstacle is not None:
+        return obstacle
+    missing = compat.check_contract()
+    if missing:
+        return f"this vLLM lacks {', '.join(missing)}"
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.is_kv_consumer and not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off (--no-enable-prefix-caching): attached blocks are prefix-cache hits"
+    return None
+
+
+def own_bytes(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """``num_bytes`` of the tensor's memory from its first element on, as bytes."""
+    storage = tensor.untyped_storage()
+    offset = tensor.data_ptr() - storage.data_ptr()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (num_bytes,), (1,))
 
 
 class WorkerHalf:
@@ -93,17 +133,34 @@ class WorkerHalf:
         self._control_token = new_incarnation()
         self._results: queue.SimpleQueue[MapResult] = queue.SimpleQueue()
         self._mapping: dict[int, threading.Thread] = {}
-        self._failed: set[str] = set()
+        self._failed: dict[str, list[int]] = {}
         self._meta: MC2Metadata | None = None
-        self.off_reason = "; ".join(compat.check_contract()) or compat.unsupported_engine(vllm_config, kv_cache_config)
+        self._own: list[OwnRegion] = []
+        self._layers: list[list[str]] = []
+        self.gives_memory = False
+        """Whether vLLM allocates in our memory: on prefill if it can, on decode for the sake of the window."""
+        self._puller = Puller(config.pull_threads)
+        self._size = vllm_config.parallel_config.tensor_parallel_size
+        self.attach_off = why_attach_off(vllm_config, kv_cache_config, config)
+        self.off_reason = compat.unsupported_engine(vllm_config, kv_cache_config)
+        if self.off_reason is None and self.attach_off is not None and config.mode == "attach":
+            self.off_reason = self.attach_off
         if self.off_reason is not None:
-            logger.warning("attach is off in this worker: %s", self.off_reason)
+            logger.warning("hand-off is off in this worker: %s", self.off_reason)
             return
         self._fingerprint = fingerprint(vllm_config, kv_cache_config, config.model_identity)
-        factor = config.window_pool_factor if self._is_consumer else 0.0
+        self._layout = str(kv_cache_config.kv_cache_layout)
+        self._is_replicated = compat.is_replicated(kv_cache_config)
+        if compat.check_allocation():
+            return  # the plan is made when vLLM has allocated
+        self._layers = compat.layers_of_regions(kv_cache_config)
+        has_window = self._is_consumer and self.attach_off is None
+        factor = config.window_pool_factor if has_window else 0.0
         self._plan = make_plan(compat.region_sizes(kv_cache_config), kv_cache_config.num_blocks, factor)
-        offsets = [region.offset_bytes for region in self._plan.regions]
-        compat.apply_plan(kv_cache_config, self._plan.num_total, offsets, self._plan.range_bytes)
+        self.gives_memory = self._is_producer or self.attach_off is None
+        if self.gives_memory:
+            offsets = [region.offset_bytes for region in self._plan.regions]
+            compat.apply_plan(kv_cache_config, self._plan.num_total, offsets, self._plan.range_bytes)
 
     # --- allocation ---
 
@@ -140,16 +197,35 @@ class WorkerHalf:
         Raises:
             LayoutError: a layer lies elsewhere. The engine must not start: it would serve wrong bytes.
         """
-        if self._plan is None:
+        if self.off_reason is not None:
             return
-        assert self._memory is not None
-        for region in self._plan.regions:
-            tensor = kv_caches.get(region.name)
-            expected = self._memory.address + region.offset_bytes
-            if tensor is None or tensor.data_ptr() != expected:
-                found = "nowhere" if tensor is None else hex(tensor.data_ptr())
-                raise LayoutError(f"layer {region.name} lies at {found}, planned was {expected:#x}")
+        if self._plan is None:
+            self._adopt(kv_caches)
+        assert self._plan is not None
+        for region, layers in zip(self._plan.regions, self._layers, strict=True):
+            found = {name: kv_caches[name].data_ptr() if name in kv_caches else 0 for name in layers}
+            expected = found[region.name]
+            if self._memory is not None:
+                expected = self._memory.address + region.offset_bytes
+            wrong = {name: hex(address) for name, address in found.items() if not address or address != expected}
+            if wrong:
+                raise LayoutError(f"layers lie at {wrong}, planned was {expected:#x}")
+            if self._is_consumer:
+                data = own_bytes(kv_caches[region.name], self._plan.num_local * region.block_bytes)
+                self._own.append(OwnRegion(region.name, region.block_bytes, data))
         self._server = SessionServer(self._directory, self._socket_id, self._on_hello, lambda key: None)
+
+    def _adopt(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """What vLLM has allocated by itself; prefill moves it into memory that peers can map."""
+        sizes, num_blocks = compat.tensor_sizes(kv_caches)
+        self._plan = make_plan(sizes, num_blocks, 0.0)
+        self._layers = [[name] for name, _ in sizes]
+        if not self._is_producer:
+            return
+        self._memory = WorkerMemory(self._plan, shared=True, huge_pages=self._config.huge_pages)
+        memory = torch.frombuffer(self._memory.buffer(), dtype=torch.uint8)
+        compat.move_tensors(kv_caches, memory, [region.offset_bytes for region in self._plan.regions])
+        logger.info("KV cache moved to shared memory: %s", self._memory.page_summary)
 
     def handshake(self) -> MC2Handshake:
         """What the scheduler half must know of this worker."""
@@ -161,6 +237,7 @@ class WorkerHalf:
             socket_id=self._socket_id if self._plan is not None else None,
             control_token=self._control_token,
             reason=self.off_reason,
+            attach_off=self.attach_off,
         )
 
     def _on_hello(self, key: int, hello: Message) -> Answer:
@@ -169,14 +246,16 @@ class WorkerHalf:
             return self._retire(hello)
         if isinstance(hello, WorkerHello):
             return self._grant(hello)
-        if isinstance(hello, InspectHello) and self._memory is not None:
-            return answer_for_worker(hello, self._engine_id, self._rank, self._memory)
+        if isinstance(hello, InspectHello) and self._plan is not None:
+            return answer_for_worker(
+                hello, self._engine_id, self._rank, self._plan, self._memory, self._puller.mapped()
+            )
         return Answer(Refusal("message", type(hello).__name__, "WorkerHello"), keep_open=False)
 
     def _retire(self, order: RetirePool) -> Answer:
         if not hmac.compare_digest(order.control_token, self._control_token):
             return Answer(Refusal("control_token", "(not shown)", "(not shown)"), keep_open=False)
-        self._unmap(order.base)
+        self._unmap(order.key)
         return Answer(Done(), keep_open=False)
 
     def _grant(self, hello: WorkerHello) -> Answer:
@@ -184,6 +263,11 @@ class WorkerHalf:
             return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
         mine = {**self._fingerprint, "protocol": str(PROTOCOL_VERSION), "rank": str(self._rank)}
         theirs = {**hello.fingerprint, "protocol": str(hello.protocol), "rank": str(hello.rank)}
+        if hello.way == "pull":
+            # Who copies slices may have another number of ranks; what a head's bytes are is compared all the same.
+            for name in OF_A_RANK:
+                mine.pop(name, None)
+                theirs.pop(name, None)
         difference = first_difference(mine, theirs)
         if difference is not None:
             field, here, there = difference
@@ -196,12 +280,14 @@ class WorkerHalf:
     def begin_step(self, meta: MC2Metadata) -> None:
         """Orders of the step, before its forward pass."""
         self._meta = meta
-        for base in meta.unmap_bases:
-            self._unmap(base)
+        for key in meta.unmap_keys:
+            self._unmap(key)
         for order in meta.map_peers:
             thread = threading.Thread(target=self._map, args=(order,), name="mc2-map", daemon=True)
-            self._mapping[order.base] = thread
+            self._mapping[order.key] = thread
             thread.start()
+        for pull in meta.pulls:
+            self._puller.submit(pull)
         self._failed.update(meta.failed_requests)
 
     def load(self) -> None:
@@ -214,10 +300,12 @@ class WorkerHalf:
         """The step's metadata is over."""
         self._meta = None
 
-    def take_failed(self) -> set[str]:
-        """Requests to report as failed loads."""
-        failed, self._failed = self._failed, set()
-        return failed
+    def take_loaded(self) -> tuple[set[str], dict[str, list[int]]]:
+        """``(requests whose load has ended, those among them that failed, with their own blocks)``."""
+        pulled, failed = self._puller.take_results()
+        failed |= self._failed
+        self._failed = {}
+        return pulled | failed.keys(), failed
 
     def take_results(self) -> MC2WorkerMetadata | None:
         """Answers to map orders since the last step."""
@@ -228,9 +316,8 @@ class WorkerHalf:
 
     def _map(self, order: MapPeer) -> None:
         """On its own thread: fetch the counterpart's pool, map it, say so, then fill in the page tables."""
-        assert self._memory is not None
         try:
-            self._map_pool(order)
+            self._map_pools(order)
         except PeerRefusedError as error:
             self._results.put(MapResult(order.incarnation, self._rank, "peer_refused", str(error)))
             return
@@ -241,31 +328,56 @@ class WorkerHalf:
             self._results.put(MapResult(order.incarnation, self._rank, "map_failed", str(error)))
             return
         self._results.put(MapResult(order.incarnation, self._rank))
-        if self._config.prefault:
+        if self._config.prefault and order.base is not None and self._memory is not None:
             try:
                 self._memory.prefault_peer(order.base)
             except OSError as error:
                 logger.warning("could not prefault a peer's pool, first touches will be slower: %s", error)
 
-    def _map_pool(self, order: MapPeer) -> None:
-        assert self._memory is not None
-        hello = WorkerHello(PROTOCOL_VERSION, self._rank, self._fingerprint)
-        path = socket_path(self._directory, order.socket_ids[self._rank])
+    def _map_pools(self, order: MapPeer) -> None:
+        """In the window, or each by itself; from now on blocks can be copied from there in any case."""
+        assert self._plan is not None
+        copiers, memories = [], []
+        for part in self._parts(len(order.socket_ids)):
+            grant, fds = self._ask_for_pool(order, part.peer_rank)
+            try:
+                if order.base is None:
+                    memory, base = map_elsewhere(grant.pool, fds[0]), 0
+                    memories.append(memory)
+                else:
+                    assert self._memory is not None
+                    memory, base = self._memory, order.base
+                    memory.map_peer(base, grant.pool, fds[0])
+            finally:
+                close_all(fds)
+            copiers.append(memory.copier(base, self._own, self._plan.num_local, part))
+        self._puller.add_source(order.key, PullSource(order.base, copiers, memories))
+
+    def _parts(self, num_ranks: int) -> list[HeadSlice]:
+        if self._is_replicated:
+            return [HeadSlice(peer_rank=self._rank % num_ranks)]
+        if num_ranks != self._size and "HN" not in self._layout:
+            raise LayoutError(f"KV cache layout {self._layout}: a head's part of a block is not in one piece")
+        return head_slices(self._rank, self._size, num_ranks)
+
+    def _ask_for_pool(self, order: MapPeer, rank: int) -> tuple[PoolGrant, list[int]]:
+        way: Literal["attach", "pull"] = "pull" if order.base is None else "attach"
+        hello = WorkerHello(PROTOCOL_VERSION, rank, way, self._fingerprint)
+        path = socket_path(self._directory, order.socket_ids[rank])
         grant, fds, session = open_session(path, hello, PoolGrant, 1, self._config.handshake_timeout_seconds)
         session.close()
-        try:
-            self._memory.map_peer(order.base, grant.pool, fds[0])
-        finally:
-            close_all(fds)
+        return grant, fds
 
-    def _unmap(self, base: int) -> None:
-        thread = self._mapping.pop(base, None)
+    def _unmap(self, key: int) -> None:
+        thread = self._mapping.pop(key, None)
         if thread is not None:
             thread.join()  # at most the handshake timeout; unmapping under a running prefault would be a race
-        if self._memory is not None:
-            self._memory.unmap_peer(base)
+        source = self._puller.remove_source(key)
+        if source is not None and source.base is not None and self._memory is not None:
+            self._memory.unmap_peer(source.base)
 
     def close(self) -> None:
-        """Stop listening. The memory stays: vLLM's tensors point into it."""
+        """Stop listening and copying. The memory stays: vLLM's tensors point into it."""
+        self._puller.close()
         if self._server is not None:
             self._server.close()

@@ -1,0 +1,90 @@
+"""Other architectures: each a prefill and a decode with a tiny random model, whose tokens equal decode's own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from examples.pair import ROOT, Server, kv_transfer_config, vllm_server
+from tests.e2e import shapes
+from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+LENGTHS = [1, 40, 129, 500]
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, how its servers are started, and in which way it is handed over."""
+
+    model: str
+    way: str
+    arguments: tuple[str, ...] = ("--block-size", str(BLOCK))
+    reason: str | None = None
+
+
+SHAPES = [
+    Shape("qwen3", "attach"),
+    Shape("multi-head", "attach", ("--block-size", "32")),
+    Shape("gemma3", "pull", reason="attach_off"),
+    Shape("deepseek", "attach", ()),
+]
+
+
+@dataclass
+class ShapePair:
+    """The two servers of a shape."""
+
+    shape: Shape
+    rig: Rig
+    prefill: Server
+    decode: Server
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.model)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapePair]:
+    shape: Shape = request.param
+    model = shapes.ensure(shape.model, ROOT / "build" / "models" / "shapes")
+    extra = {"socket_dir": str(tmp_path_factory.mktemp("shape") / "s"), "report_in_response": True}
+    arguments = ["--skip-tokenizer-init", *shape.arguments]
+    servers = [
+        vllm_server(
+            f"{shape.model}-{role}", model, kv_config=kv_transfer_config(role, extra=extra, policy="fail"),
+            max_model_len=1024, arguments=arguments, log_dir=LOG_DIR,
+        )
+        for role in ("kv_producer", "kv_consumer")
+    ]  # fmt: skip
+    try:
+        for server in servers:
+            server.wait_ready()
+        with httpx.Client(timeout=300, trust_env=False) as client:
+            nobody = servers[0]
+            rig = Rig(model.name, Path(extra["socket_dir"]), *servers, nobody, nobody, nobody, nobody, client)  # type: ignore[arg-type]
+            yield ShapePair(shape, rig, *servers)
+    finally:
+        for server in servers:
+            server.close()
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tokens_are_those_that_decode_computes_itself(pair: ShapePair, length: int) -> None:
+    prompt = [token % shapes.VOCABULARY for token in prompt_of(length, seed=length)]
+    # With another salt nothing of the first answer is in the cache of the second.
+    expected = pair.rig.complete(pair.decode.url, prompt, cache_salt="its own")
+    ticket = pair.rig.ticket(prompt, pair.prefill, cache_salt="handed over")
+    answer = pair.rig.complete(pair.decode.url, prompt, cache_salt="handed over", kv_transfer_params=ticket)
+    assert answer.tokens == expected.tokens
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    assert (answer.report["way"], answer.report["reason"]) == (pair.shape.way, pair.shape.reason)
+
+
+def test_all_is_given_back(pair: ShapePair) -> None:
+    for server in (pair.prefill, pair.decode):
+        pair.rig.complete(server.url, [11, 12], 2)
+        assert pair.rig.metric(server, "vllm:kv_cache_usage_perc") == 0
+    published = pair.rig.metric(pair.prefill, "vllm:mc2_leases_published_total")
+    assert pair.rig.metric(pair.prefill, "vllm:mc2_leases_ended_total") == published >= len(LENGTHS)
