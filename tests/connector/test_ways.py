@@ -84,7 +84,7 @@ class Cell:
 CELLS = [
     Cell("grouped-query attention (Llama, Qwen3)", lambda: config((full(), 3)), "attach", REAL.format("shapes")),
     Cell("multi-head attention", lambda: config((full(heads=4), 3)), "attach", REAL.format("shapes")),
-    Cell("latent attention, MLA (DeepSeek)", lambda: config((latent(), 3)), "attach", REAL.format("shapes")),
+    Cell("latent attention, MLA (DeepSeek)", lambda: config((latent(), 3)), "refused", CHECK),
     Cell("blocks of 32 tokens", lambda: config((full(32), 2)), "attach", REAL.format("shapes")),
     Cell("blocks of 64 tokens", lambda: config((full(64), 2)), "attach", REAL.format("shapes")),
     Cell("blocks of 128 tokens", lambda: config((full(128), 2)), "attach", REAL.format("tokens")),

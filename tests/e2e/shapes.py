@@ -1,4 +1,4 @@
-"""Tiny random models of real architectures, for their KV cache's shape alone. No tokenizer: prompts are token ids.
+"""Tiny random models of real architectures, for their KV cache's shape alone. Prompts are token ids; the tokenizer is another's.
 
 python -m tests.e2e.shapes FOLDER [NAME ...]
 """
@@ -14,6 +14,7 @@ from typing import Any
 from vllm_mc2.bench.serve.models import make_once
 
 VOCABULARY = 1024
+TOKENIZER = Path(__file__).resolve().parents[2] / "build" / "models" / "tiny-llama"
 COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 
 
@@ -42,18 +43,8 @@ def gemma3(transformers: Any) -> Any:
     )  # fmt: skip
 
 
-def deepseek(transformers: Any) -> Any:
-    """Latent attention (MLA), with the sizes for which vLLM has a kernel."""
-    return transformers.DeepseekV2Config(
-        **COMMON, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
-        qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=2, n_routed_experts=2, n_shared_experts=1,
-        num_experts_per_tok=1,
-    )  # fmt: skip
-
-
 SHAPES: dict[str, Callable[[Any], Any]] = {
-    "qwen3": qwen3, "multi-head": multi_head, "gemma3": gemma3, "deepseek": deepseek,
+    "qwen3": qwen3, "multi-head": multi_head, "gemma3": gemma3,
 }  # fmt: skip
 
 
@@ -69,6 +60,7 @@ def make(name: str, target: Path) -> None:
                 weight.normal_(0.0, 1.5 * weight.shape[1] ** -0.5)
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1)
     model.save_pretrained(target)
+    transformers.AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(target)
 
 
 def ensure(name: str, folder: Path) -> Path:

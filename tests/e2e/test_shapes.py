@@ -31,7 +31,6 @@ SHAPES = [
     Shape("qwen3", "attach"),
     Shape("multi-head", "attach", ("--block-size", "32")),
     Shape("gemma3", "pull", reason="attach_off"),
-    Shape("deepseek", "attach", ()),
 ]
 
 
@@ -50,11 +49,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shape: Shape = request.param
     model = shapes.ensure(shape.model, ROOT / "build" / "models" / "shapes")
     extra = {"socket_dir": str(tmp_path_factory.mktemp("shape") / "s"), "report_in_response": True}
-    arguments = ["--skip-tokenizer-init", *shape.arguments]
     servers = [
         vllm_server(
             f"{shape.model}-{role}", model, kv_config=kv_transfer_config(role, extra=extra, policy="fail"),
-            max_model_len=1024, arguments=arguments, log_dir=LOG_DIR,
+            max_model_len=1024, arguments=shape.arguments, log_dir=LOG_DIR,
         )
         for role in ("kv_producer", "kv_consumer")
     ]  # fmt: skip

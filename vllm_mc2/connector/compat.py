@@ -83,9 +83,10 @@ def check_contract() -> list[str]:
     return missing
 
 
-COPIED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
-"""Kinds of KV cache whose blocks mean the same wherever they lie."""
-ATTACHED_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
+COPIED_KINDS = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Kinds of KV cache whose blocks mean the same wherever they lie. Not MLA: vLLM 0.32's CPU kernels for it answer otherwise when a
+prompt's last token is computed alone (without us, too), so that nobody could tell whether an answer is right."""
+ATTACHED_KINDS = ("FullAttentionSpec",)
 """Those of which a prefix-cache hit is a run of blocks from the first on."""
 
 
@@ -159,11 +160,6 @@ def _overlays(kv_cache_config: KVCacheConfig) -> list[list[KVCacheTensor]]:
     for tensor in kv_cache_config.kv_cache_tensors:
         places.setdefault(tensor.offset, []).append(tensor)
     return [sorted(places[offset], key=lambda tensor: -len(tensor.layers)) for offset in sorted(places)]
-
-
-def is_replicated(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether every rank has the whole KV (MLA), rather than some of its heads."""
-    return all(kind == "MLAAttentionSpec" for kind in group_kinds(kv_cache_config))
 
 
 # --- worker: the address plan -----------------------------------------------------------------------------------------

@@ -144,7 +144,9 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
         """Hook: vLLM's blocks, before any request. Since 0.30 by way of ``bind_kv_cache_manager``."""
         self._block_pool = gpu_block_pool
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         """Hook: as below, by pipeline and tensor rank. A pipeline's workers say themselves that they cannot hand over."""
         self.set_xfer_handshake_metadata(dict(enumerate(metadata[rank] for rank in sorted(metadata))))
 

@@ -150,7 +150,6 @@ class WorkerHalf:
             return
         self._fingerprint = fingerprint(vllm_config, kv_cache_config, config.model_identity)
         self._layout = str(kv_cache_config.kv_cache_layout)
-        self._is_replicated = compat.is_replicated(kv_cache_config)
         if compat.check_allocation():
             return  # the plan is made when vLLM has allocated
         self._layers = compat.layers_of_regions(kv_cache_config)
@@ -354,8 +353,6 @@ class WorkerHalf:
         self._puller.add_source(order.key, PullSource(order.base, copiers, memories))
 
     def _parts(self, num_ranks: int) -> list[HeadSlice]:
-        if self._is_replicated:
-            return [HeadSlice(peer_rank=self._rank % num_ranks)]
         if num_ranks != self._size and "HN" not in self._layout:
             raise LayoutError(f"KV cache layout {self._layout}: a head's part of a block is not in one piece")
         return head_slices(self._rank, self._size, num_ranks)
