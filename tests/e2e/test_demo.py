@@ -18,6 +18,7 @@ COLUMNS = {
     "prompt_tokens",
     "blocks_attached",
     "kv_bytes_not_copied",
+    "kv_bytes_copied",
     "handoff_us",
     "decode_ttft_ms",
     "way",
@@ -35,9 +36,9 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert left == []
 
 
-def start() -> subprocess.Popen[str]:
+def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "examples.demo"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-m", "examples.demo", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )  # fmt: skip
 
@@ -62,6 +63,18 @@ def test_the_demo_ends_well_and_says_so() -> None:
         assert request["way"] == "attach" and request["equal"] and request["text"].strip()
     long = next(request for request in result["requests"] if request["name"] == "long")
     assert long["blocks_attached"] >= 7 and long["kv_bytes_not_copied"] > 40_000_000
+
+
+def test_two_workers_on_either_side_that_copy() -> None:
+    """``make demo MODE=pull TP=2``."""
+    with start("--mode", "pull", "--tp", "2") as demo:
+        text, _ = demo.communicate(timeout=500)
+    assert demo.returncode == 0, text[-6000:]
+    assert "all equal, all pulled" in text
+    result = json.loads((ROOT / "build" / "demo.json").read_text())
+    for request in result["requests"]:
+        assert request["way"] == "pull" and request["equal"]
+        assert request["blocks_attached"] == request["kv_bytes_not_copied"] == 0 < request["kv_bytes_copied"]
 
 
 def test_ctrl_c_leaves_nothing_behind() -> None:
