@@ -10,6 +10,7 @@
 #include "memory/errors.h"
 #include "memory/linux_abi.h"
 #include "memory/page.h"
+#include "memory/stream_copy.h"
 
 #ifndef MAP_FIXED_NOREPLACE
 #define MAP_FIXED_NOREPLACE 0x100000
@@ -196,11 +197,16 @@ void AddressRange::copy(const std::vector<Copy>& copies) {
     }
 }
 
-void AddressRange::copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes) const {
+void AddressRange::copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes,
+                            bool streams) const {
     const std::shared_lock lock(mutex_);
     require_inside(src_offset, num_bytes);
     parts_.require_covered(src_offset, num_bytes, /*writable=*/false);
-    std::memcpy(dst, address() + src_offset, num_bytes);
+    if (streams) {
+        stream_copy(dst, address() + src_offset, num_bytes);
+    } else {
+        std::memcpy(dst, address() + src_offset, num_bytes);
+    }
 }
 
 void AddressRange::check_copies(const std::vector<Copy>& copies) const {

@@ -41,8 +41,10 @@ class AddressRange {
     // All or nothing: every bound and overlap is checked before the first byte moves, so the order does not matter.
     // Only addresses are compared; two parts that map the same pool bytes are the caller's business.
     void copy(const std::vector<Copy>& copies);
-    // Out of the range into other memory. Throws std::invalid_argument when not all of it is mapped.
-    void copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes) const;
+    // Out of the range into other memory, past the caches when `streams`. Throws std::invalid_argument when not all of it
+    // is mapped.
+    void copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes,
+                  bool streams) const;
     // Unmaps everything, the reservation too. Idempotent; every other call throws std::invalid_argument afterwards.
     void close();
 

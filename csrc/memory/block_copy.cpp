@@ -14,6 +14,9 @@ namespace {
 // A thread's unit of work: long enough to be worth taking, short enough to keep all threads busy to the end.
 constexpr std::size_t kUnitBytes = std::size_t{1} << 20U;
 
+// A prompt's KV of this size does not stay in a cache until attention has come to its last layer.
+constexpr std::size_t kStreamBytes = std::size_t{16} << 20U;
+
 std::size_t end_of(std::size_t stride, std::size_t num_blocks, std::size_t num_bytes) {
     return (num_blocks - 1) * stride + num_bytes;
 }
@@ -91,14 +94,14 @@ std::vector<BlockCopier::Run> BlockCopier::runs_of(std::span<const std::int32_t>
     return runs;
 }
 
-void BlockCopier::copy_run(const Strip& strip, const Run& run) const {
+void BlockCopier::copy_run(const Strip& strip, const Run& run, bool streams) const {
     const bool is_dense =
         strip.dst_stride == strip.num_bytes && strip.src_stride == strip.num_bytes;
     const std::size_t step = is_dense ? run.num_blocks : 1;
     for (std::size_t i = 0; i < run.num_blocks; i += step) {
         source_.copy_out(strip.dst + (run.dst_block + i) * strip.dst_stride,
                          strip.src_offset + (run.src_block + i) * strip.src_stride,
-                         step * strip.num_bytes);
+                         step * strip.num_bytes, streams);
     }
 }
 
@@ -109,8 +112,9 @@ std::size_t BlockCopier::copy(std::span<const std::int32_t> dst_ids,
     const std::size_t num_bytes = dst_ids.size() * bytes_per_block_;
     // Not worth a thread's start below a unit each.
     const std::size_t useful = std::max<std::size_t>(1, num_bytes / kUnitBytes);
-    parallel_for(runs.size() * strips_.size(), std::min(num_threads, useful),
-                 [&](std::size_t i) { copy_run(strips_[i / runs.size()], runs[i % runs.size()]); });
+    parallel_for(runs.size() * strips_.size(), std::min(num_threads, useful), [&](std::size_t i) {
+        copy_run(strips_[i / runs.size()], runs[i % runs.size()], num_bytes >= kStreamBytes);
+    });
     return num_bytes;
 }
 

@@ -46,7 +46,7 @@ class BlockCopier {
     };
     [[nodiscard]] std::vector<Run> runs_of(std::span<const std::int32_t> dst_ids,
                                            std::span<const std::int32_t> src_ids) const;
-    void copy_run(const Strip& strip, const Run& run) const;
+    void copy_run(const Strip& strip, const Run& run, bool streams) const;
 
     const AddressRange& source_;
     std::vector<Strip> strips_;

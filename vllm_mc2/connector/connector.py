@@ -277,8 +277,10 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
         worker_meta = connector_output.kv_connector_worker_meta
         if isinstance(worker_meta, MC2WorkerMetadata):
             self._decode.on_worker_meta(worker_meta)
+        # Failed requests by name since 0.30; before, by their blocks.
+        failed, invalid = getattr(connector_output, "failed_recving", ()), connector_output.invalid_block_ids
         for request_id in connector_output.finished_recving or ():
-            self._decode.on_loaded(request_id, is_failed=request_id in (connector_output.failed_recving or ()))
+            self._decode.on_loaded(request_id, request_id in failed, invalid)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Hook: a request has ended, where vLLM knows one cache group only."""

@@ -15,6 +15,7 @@ is released as soon as they have. Rejected means that the prompt is computed her
 
 import logging
 import time
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
@@ -164,14 +165,17 @@ class DecodeHalf:
             self._peers.on_map_results(worker_meta.results)
             self._advance_all()
 
-    def on_loaded(self, request_id: str, *, is_failed: bool) -> None:
-        """Every worker has copied the request's blocks, or one could not: the lease is not needed any more."""
+    def on_loaded(self, request_id: str, is_failed: bool, invalid_ids: AbstractSet[int]) -> None:
+        """Every worker has copied the request's blocks, or one could not: the lease is not needed any more.
+
+        ``invalid_ids``: blocks that could not be written, from a vLLM that does not name requests.
+        """
         handoff = self._ended_pulling.pop(request_id, None) or self._handoffs.get(request_id)
         if handoff is None or handoff.state is not HandoffState.PULLING:
             return  # a request that was to fail is reported here too
         handoff.pull_seconds = time.perf_counter() - handoff.pull_started
-        if is_failed:
-            handoff.num_pulled = 0
+        if is_failed or not invalid_ids.isdisjoint(handoff.own_ids):
+            handoff.own_ids = []
             self._reject(handoff, "pull_failed", "its blocks could not be copied")
             if self._fails(handoff):
                 self._count(handoff)
@@ -303,7 +307,7 @@ class DecodeHalf:
                     peer_ids.append(lent_id - max(peer.base, 0))
         self._pulls.append(PullOrder(handoff.request.request_id, peer.key, own_ids, peer_ids))
         handoff.state = HandoffState.PULLING
-        handoff.num_pulled = len(own_ids)
+        handoff.own_ids = own_ids
         handoff.pull_started = time.perf_counter()
 
     def _rejected_tokens(self, handoff: Handoff) -> tuple[int, bool]:
@@ -342,7 +346,7 @@ class DecodeHalf:
         handoff.is_counted = True
         if handoff.state is HandoffState.PULLED:
             self._stats.add("handoffs", 1, "pull", handoff.reason)
-            self._stats.add("kv_bytes_copied", handoff.num_pulled * self._bytes_per_block)
+            self._stats.add("kv_bytes_copied", len(handoff.own_ids) * self._bytes_per_block)
             self._stats.add("handoff_seconds", handoff.handoff_seconds)
             self._stats.add("pull_seconds", handoff.pull_seconds)
         elif handoff.state is HandoffState.ATTACHED:

@@ -1,7 +1,7 @@
 """One request that came with a ticket, and where it stands."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_mc2.connector.borrowed import Loan
@@ -35,8 +35,8 @@ class Handoff:
     num_full: int = 0
     """Full blocks that are attached."""
     num_tail: int = 0
-    num_pulled: int = 0
-    """Blocks that were copied, the partly filled last one included."""
+    own_ids: list[int] = field(default_factory=list)
+    """Blocks that were copied to, the partly filled last one included."""
     pull_started: float = 0.0
     pull_seconds: float = 0.0
     handoff_seconds: float = 0.0
@@ -61,7 +61,7 @@ class Handoff:
             "blocks_attached": self.num_full if attached else 0,
             "tail_tokens": self.num_tail,
             "kv_bytes_not_copied": self.num_full * bytes_per_block if attached else 0,
-            "kv_bytes_copied": self.num_pulled * bytes_per_block,
+            "kv_bytes_copied": len(self.own_ids) * bytes_per_block,
             "pull_us": round(self.pull_seconds * 1e6, 1),
             "handoff_us": round(self.handoff_seconds * 1e6, 1),
         }

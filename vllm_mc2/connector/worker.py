@@ -75,8 +75,8 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_i
         "head_bytes": "|".join(
             str(spec.page_size_bytes // (getattr(spec, "num_kv_heads", None) or 1)) for spec in specs
         ),
-        "layers": ",".join(name for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers),
-        "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
+        "layers": "|".join(",".join(group.layer_names) for group in kv_cache_config.kv_cache_groups),
+        "kv_cache_layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "attention": compat.attention_identity(vllm_config, kv_cache_config),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "kv_heads_of_all_ranks": str(model.get_total_num_kv_heads()),
@@ -149,7 +149,7 @@ class WorkerHalf:
             logger.warning("hand-off is off in this worker: %s", self.off_reason)
             return
         self._fingerprint = fingerprint(vllm_config, kv_cache_config, config.model_identity)
-        self._layout = str(kv_cache_config.kv_cache_layout)
+        self._layout = str(getattr(kv_cache_config, "kv_cache_layout", None))
         if compat.check_allocation():
             return  # the plan is made when vLLM has allocated
         self._layers = compat.layers_of_regions(kv_cache_config)
