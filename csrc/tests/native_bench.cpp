@@ -154,7 +154,7 @@ int main() {
     bench_leases(1);
     bench_leases(8192);
     bench_pools();
-    for (const std::size_t num_threads : {1, 2}) {
+    for (const std::size_t num_threads : {std::size_t{1}, std::size_t{2}}) {
         bench_pull(32, std::size_t{16} << 10U, num_threads);
         bench_pull(32, std::size_t{128} << 10U, num_threads);
         bench_pull(4, std::size_t{1} << 20U, num_threads);
