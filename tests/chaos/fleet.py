@@ -138,6 +138,7 @@ class Fleet:
             "handshake_timeout_seconds": spec.handshake_timeout_seconds,
             "window_pool_factor": spec.window_pool_factor,
             "prefault": spec.prefault,
+            "mode": spec.mode,
         }
         settings = {
             "directory": str(self.directory), "role": ROLES[name[0]], "engine_id": f"chaos-{name}", "extra": extra,

@@ -29,14 +29,14 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "decode releases a lease while a block of it is still read": Mutant(
         "connector/borrowed.py",
-        "                borrowed.lingering += (loan,)\n                loan.lingering.add(block_id)\n",
+        "                block.lingering += (loan,)\n                loan.lingering.add(block_id)\n",
         "                pass\n",
     ),
     "decode releases before its blocks leave the prefix cache": Mutant(
         "connector/borrowed.py",
-        "            compat.leave_prefix_cache(self._pool, borrowed.block)\n            if borrowed.block.ref_cnt == BIAS:\n"
-        "                self._forget(borrowed)\n",
-        "            if borrowed.block.ref_cnt == BIAS:\n                self._let_go(borrowed)\n",
+        "            compat.leave_prefix_cache(self._pool, block)\n            if block.ref_cnt == BIAS:\n"
+        "                self._forget(block)\n",
+        "            if block.ref_cnt == BIAS:\n                self._let_go(block)\n",
     ),
     "prefill does not pin what it lends": Mutant(
         "connector/prefill.py", "        self._block_pool.touch(blocks)\n", "        blocks = []\n"
@@ -51,13 +51,28 @@ MUTANTS = {
     ),
     "decode never gives a lease back": Mutant("leases.py", "        self._reader.release(*lease_id)\n", ""),
     "a ticket fits any prompt": Mutant(
-        "connector/decode.py", "compat.request_digest(request, ticket.token_bytes, num_tokens) == offer.digest", "True"
+        "connector/loans.py", "compat.request_digest(request, ticket.token_bytes, num_tokens) == offer.digest", "True"
     ),
     "death is told by the socket alone": Mutant(
         "channel.py", "            self._poll.register(self._pidfd, select.POLLIN)\n", "            pass\n"
     ),
     "a pidfd leaks": Mutant(
         "channel.py", "            os.close(self._pidfd)\n            self._pidfd = None\n", "            pass\n"
+    ),
+    "a lease is given back before its blocks are copied": Mutant(
+        "connector/decode.py",
+        "        handoff.state = HandoffState.PULLING\n",
+        "        handoff.state = HandoffState.PULLING\n        self._loans.leave(handoff)\n",
+    ),
+    "blocks are copied from one place further": Mutant(
+        "connector/decode.py",
+        "for block, lent_id in zip(table[first:last], lent[first:last]",
+        "for block, lent_id in zip(table[first:last], lent[first + 1 : last] + lent[first : first + 1]",
+    ),
+    "a request that ends while it is copied frees prefill's blocks": Mutant(
+        "connector/decode.py",
+        "            self._ended_pulling[request.request_id] = handoff\n",
+        "            self._loans.leave(handoff)\n",
     ),
     "a tail is copied from another block": Mutant(
         "connector/decode.py", "handoff.loan.block_ids[handoff.num_full]))", "handoff.loan.block_ids[0]))"

@@ -25,6 +25,7 @@ class MemberSpec(msgspec.Struct, frozen=True):
     handshake_timeout_seconds: float
     window_pool_factor: float | None
     prefault: bool
+    mode: str
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -134,6 +135,7 @@ def _member(rng: random.Random, name: str) -> MemberSpec:
         # 256 blocks is what one peer takes of a window in this rig: room for one, for several, for any number.
         window_pool_factor=rng.choice((4.0, 16.0, None, None)),
         prefault=rng.random() < 0.8,
+        mode=rng.choice(("auto", "auto", "pull")),
     )
 
 

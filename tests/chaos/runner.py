@@ -14,7 +14,7 @@ from tests.chaos.points import ALL_POINTS
 from tests.chaos.settle import Costs, Settle
 from tests.chaos.tally import Kind, Tally
 
-_PLAIN = MemberSpec(64, "recompute", 512, 10.0, None, True)
+_PLAIN = MemberSpec(64, "recompute", 512, 10.0, None, True, "auto")
 CALIBRATION = Plan(
     round=-1,
     members={"P0": _PLAIN, "D0": _PLAIN, "B0": _PLAIN},
