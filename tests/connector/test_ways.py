@@ -118,6 +118,11 @@ OTHERS = [
     ("tensor parallel, the same size on both sides", "attach", "", REAL.format("ranks")),
     ("tensor parallel, 2 to 1 and 1 to 2", "pull", "slices of heads; with other sizes one must be a multiple of the other",
      REAL.format("ranks")),
+    ("data parallel 2 and two API servers on either side", "attach", "", REAL.format("data_parallel")),
+    ("as a child of `MultiConnector`, first or second", "attach or pull", "",
+     "the rig, without a model: `tests/connector/test_multi.py`"),
+    ("vLLM 0.23 to 0.30", "pull", "attach needs hooks of 0.31",
+     "0.23.0's own scheduler, without a model: `tests/packaging/test_old_vllm.py`"),
     ("prefix caching off on decode", "pull", "attached blocks are prefix-cache hits", "`tests/connector/test_pull.py`"),
 ]  # fmt: skip
 SUPPORTED = [cell for cell in CELLS if cell.way != "refused"]
