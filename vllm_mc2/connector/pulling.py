@@ -80,10 +80,7 @@ class Puller:
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
-                with self._lock:
-                    source = self._sources[order.key]
-                    for copier in source.copiers:
-                        copier.copy(order.own_ids, order.peer_ids, self._num_threads)
+                self._copy(order)
             except (KeyError, ValueError) as error:
                 logger.warning("request %s: its blocks could not be copied: %s", order.request_id, error)
                 with self._results_lock:
@@ -91,6 +88,12 @@ class Puller:
             else:
                 with self._results_lock:
                     self._finished.add(order.request_id)
+
+    def _copy(self, order: PullOrder) -> None:
+        # Apart, so that the waiting thread keeps no peer's memory mapped by its local variables.
+        with self._lock:
+            for copier in self._sources[order.key].copiers:
+                copier.copy(order.own_ids, order.peer_ids, self._num_threads)
 
     def close(self) -> None:
         """End the thread after the order that is being done."""

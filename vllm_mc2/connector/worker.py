@@ -370,7 +370,11 @@ class WorkerHalf:
         if thread is not None:
             thread.join()  # at most the handshake timeout; unmapping under a running prefault would be a race
         source = self._puller.remove_source(key)
-        if source is not None and source.base is not None and self._memory is not None:
+        if source is None:
+            return
+        for memory in source.memories:
+            memory.unmap_peer(0)
+        if source.base is not None and self._memory is not None:
             self._memory.unmap_peer(source.base)
 
     def close(self) -> None:
