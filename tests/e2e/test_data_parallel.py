@@ -13,9 +13,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def data_parallel(rig: Rig, tiny_model: Path) -> Iterator[tuple[Server, Server]]:
-    """Prefill and decode, four engines in all, on the socket directory of the others."""
-    extra = {"socket_dir": str(rig.socket_dir), "report_in_response": True}
+def data_parallel(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Prefill and decode, four engines in all. With several API servers nobody sweeps the sockets of engines that vLLM kills at
+    its end, but the next engine to start there: hence a directory of their own.
+    """
+    extra = {"socket_dir": str(tmp_path_factory.mktemp("dp") / "s"), "report_in_response": True}
     arguments = ["--data-parallel-size", "2", "--api-server-count", "2"]
     servers = [
         vllm_server(

@@ -98,8 +98,7 @@ def test_an_idle_prefill_does_not_step_while_decode_runs(rig: Rig) -> None:
 def test_only_sockets_of_live_processes_in_a_private_directory(rig: Rig) -> None:
     info = os.stat(rig.socket_dir)
     assert info.st_mode & 0o777 == 0o700
-    engines = (rig.prefill, rig.decode, rig.small_decode)
-    ours = {process.pid for server in engines for process in server.processes()}
+    ours = {process.pid for server in rig.engines for process in server.processes()}
     listeners = []
     for path in rig.socket_dir.iterdir():
         with socket.socket(socket.AF_UNIX) as sock:
