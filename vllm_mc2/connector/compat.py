@@ -5,6 +5,7 @@ attach off with one clear log line, and requests are computed where they land. T
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -172,20 +173,22 @@ def region_sizes(kv_cache_config: KVCacheConfig) -> list[tuple[str, int]]:
     """
     sizes = []
     for tensor, *_ in _overlays(kv_cache_config):
-        names = tensor.layers if _is_layer_major(tensor) else tensor.layers[:1]
-        sizes += [(name, tensor.block_stride) for name in names]
+        sizes += [(name, tensor.block_stride) for name in _first_layers(tensor)]
     return sizes
 
 
 def layers_of_regions(kv_cache_config: KVCacheConfig) -> list[list[str]]:
     """For each region of :func:`region_sizes`, the layers that begin where it does: one of each cache group."""
-    layers: list[list[str]] = []
-    for overlay in _overlays(kv_cache_config):
-        if _is_layer_major(overlay[0]):
-            longest = range(len(overlay[0].layers))
-            layers += [[tensor.layers[i] for tensor in overlay if i < len(tensor.layers)] for i in longest]
-        else:
-            layers.append([tensor.layers[0] for tensor in overlay])
+    return [
+        [name for name in names if name is not None]
+        for overlay in _overlays(kv_cache_config)
+        for names in itertools.zip_longest(*map(_first_layers, overlay))
+    ]
+
+
+def _first_layers(tensor: KVCacheTensor) -> list[str]:
+    """The layers with which a region begins: each, or, where a block holds all layers, the first."""
+    layers: list[str] = tensor.layers if _is_layer_major(tensor) else tensor.layers[:1]
     return layers
 
 
@@ -200,7 +203,7 @@ def apply_plan(kv_cache_config: KVCacheConfig, num_total: int, offsets: Sequence
     """
     cursor = 0
     for overlay in _overlays(kv_cache_config):
-        num_regions = len(overlay[0].layers) if _is_layer_major(overlay[0]) else 1
+        num_regions = len(_first_layers(overlay[0]))
         for tensor in overlay:
             tensor.offset = offsets[cursor]
             if num_regions > 1:

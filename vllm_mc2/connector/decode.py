@@ -116,9 +116,7 @@ class DecodeHalf:
             return self._tokens_to_pull(handoff, num_local)
         if num_local < handoff.num_full * self._block_size:
             return self._restore(handoff)
-        assert handoff.loan is not None
-        usable = min(handoff.loan.num_tokens, request.num_tokens - 1)
-        return max(0, usable - num_local), False
+        return max(0, handoff.num_usable - num_local), False
 
     def update_state_after_alloc(self, request: "Request", blocks: KVCacheBlocks, num_external: int) -> None:
         """Blocks are allocated; a tail needs its source and its place, a request to be failed is reported."""
@@ -249,7 +247,7 @@ class DecodeHalf:
         loan, is_copy_wanted = outcome
         loan.users.add(handoff.request.request_id)
         handoff.loan = loan
-        if not self._loans.covers(loan, min(loan.num_tokens, handoff.request.num_tokens - 1)):
+        if not self._loans.covers(loan, handoff.num_usable):
             self._loans.leave(handoff)
             self._reject(
                 handoff, "window_passed", "prefill has given up blocks that the next token's window begins with"
@@ -259,7 +257,7 @@ class DecodeHalf:
             handoff.state = HandoffState.CLAIMED
             handoff.reason = peer.way_reason or "prefill_asks"
             return
-        num_full = min(loan.num_tokens, handoff.request.num_tokens - 1) // self._block_size
+        num_full = handoff.num_usable // self._block_size
         if not self._borrowed.attach(loan, handoff.request.block_hashes[:num_full]):
             self._loans.leave(handoff)
             self._reject(handoff, "block_conflict", "a block of the lease stands for another prefix already")
@@ -279,9 +277,8 @@ class DecodeHalf:
         return None, False
 
     def _tokens_to_pull(self, handoff: Handoff, num_local: int) -> tuple[int, bool]:
-        """What decode does not have yet, but for the last token of the prompt, which it must compute to go on from there."""
-        assert handoff.loan is not None
-        missing = min(handoff.loan.num_tokens, handoff.request.num_tokens - 1) - num_local
+        """What decode does not have yet."""
+        missing = handoff.num_usable - num_local
         if missing > 0:
             return missing, True
         handoff.state = HandoffState.PULLED
@@ -293,7 +290,7 @@ class DecodeHalf:
         """The request has its blocks, which nobody computes: let the workers fill them."""
         loan = handoff.loan
         assert loan is not None
-        end = min(loan.num_tokens, handoff.request.num_tokens - 1)
+        end = handoff.num_usable
         first, last = (end - num_external) // self._block_size, -(-end // self._block_size)
         peer = self._loans.lender(loan)
         own_ids, peer_ids = [], []
@@ -304,7 +301,7 @@ class DecodeHalf:
                 # No block on either side: its tokens are out of the window already.
                 if block.block_id and lent_id:
                     own_ids.append(block.block_id)
-                    peer_ids.append(lent_id - max(peer.base, 0))
+                    peer_ids.append(lent_id - peer.first_id)
         self._pulls.append(PullOrder(handoff.request.request_id, peer.key, own_ids, peer_ids))
         handoff.state = HandoffState.PULLING
         handoff.own_ids = own_ids

@@ -44,6 +44,13 @@ class Handoff:
     is_failed: bool = False
     is_counted: bool = False
 
+    @property
+    def num_usable(self) -> int:
+        """Tokens whose KV the loan brings: all but the prompt's last, which decode must compute to go on from there."""
+        assert self.loan is not None
+        num_before_last: int = self.request.num_tokens - 1
+        return min(self.loan.num_tokens, num_before_last)
+
     def way(self, *, fails: bool) -> str:
         """What became of it; ``fails``: whether a rejection ends the request."""
         if self.state is HandoffState.REJECTED:

@@ -105,8 +105,9 @@ class Loans:
         if not usable or len(set(named)) != len(named):
             leases.release(lease_id)
             return Refusal("bad_lease", "the peer's block table is not valid")
-        first_id = max(peer.base, 0)
-        loan = Loan(peer.incarnation, lease_id, offer.num_tokens, tuple(first_id + block_id for block_id in remote_ids))
+        loan = Loan(
+            peer.incarnation, lease_id, offer.num_tokens, tuple(peer.first_id + block_id for block_id in remote_ids)
+        )
         self._loans[peer.incarnation, lease_id] = loan
         self._lenders[loan] = peer
         peer.num_loans += 1

@@ -69,6 +69,11 @@ class Peer:
     ranks_left: set[int] = field(default_factory=set)
     num_loans: int = 0
 
+    @property
+    def first_id(self) -> int:
+        """What its block 0 is called in loans: the place in the window, or 0 where its blocks keep their own ids."""
+        return max(self.base, 0)
+
     def is_gone(self) -> bool:
         """Whether the process behind the session has ended. Loans stay valid: the pages live as long as we map them."""
         return self.session is not None and self.session.is_gone()
