@@ -50,7 +50,7 @@ native:
 	$(PYTEST) tests/native
 
 unit:
-	$(PYTEST) tests/unit tests/ipc tests/tensors tests/proxy tests/packaging
+	$(PYTEST) tests/unit tests/ipc tests/network tests/tensors tests/proxy tests/packaging
 
 # The benchmarks' own code; what they measure is nobody's test.
 bench-code:

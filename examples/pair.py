@@ -68,6 +68,8 @@ def vllm_server(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     log_dir: Path = LOGS,
+    host: str = HOST,
+    wrapper: Sequence[str] = (),
 ) -> Server:
     """Start `vllm serve`; a plain server without `kv_config`."""
     search = os.pathsep.join(filter(None, [str(QUIET), os.environ.get("PYTHONPATH")]))
@@ -80,6 +82,8 @@ def vllm_server(
         arguments=arguments,
         environment={"PYTHONPATH": search, **(environment or {})},
         log_dir=log_dir,
+        host=host,
+        wrapper=wrapper,
     )
 
 

@@ -20,6 +20,10 @@ SUN_PATH_MAX_BYTES = 107
 SOCKET_NAME_BYTES = 22
 """A slash and our socket file names: 16 hex digits and ``.sock``."""
 
+SECRET_VARIABLE = "VLLM_MC2_TCP_SECRET"  # noqa: S105
+MIN_SECRET_BYTES = 16
+MAX_SECRET_CHARS = 4096
+
 
 class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of the connector; the docstring of each field is its documentation."""
@@ -62,6 +66,25 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     handshake_timeout_seconds: Annotated[float, Meta(gt=0.0, le=600.0)] = 10.0
     """Decode: how long requests wait for a new peer to answer and its pool to be mapped."""
 
+    tcp_address: Annotated[str, Meta(min_length=1, max_length=255)] | None = None
+    """For peers on other hosts: this host's own address or name. Prefill listens on it, for those who know the secret, and
+    its tickets name it. Decode tells its transfer engine (default: the address from where it reaches the peer). Never a
+    wildcard such as ``0.0.0.0``."""
+
+    tcp_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Prefill: the port at ``tcp_address``; 0 is any free one. With data parallel, rank ``n`` listens ``n`` ports above."""
+
+    tcp_secret_file: str | None = None
+    """File with the secret that prefills and decodes of all hosts share, at least 16 characters (``openssl rand -hex 32``),
+    which only its owner may read. Else the environment's ``VLLM_MC2_TCP_SECRET``, else ``tcp_secret``; without a secret
+    no peer on another host is talked to."""
+
+    tcp_secret: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    """The secret itself. vLLM prints its configuration when it starts, this key included: better a file."""
+
+    tcp_timeout_seconds: Annotated[float, Meta(ge=0.5, le=3600.0)] = 10.0
+    """A peer on another host that is not heard of for so long is taken for gone."""
+
     model_identity: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     """What says that both sides run the same weights. Default: the model's name and revision as given to ``vllm serve``.
     Set it to the same text on both sides when they load the same weights from different paths."""
@@ -87,9 +110,38 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(_message("socket_dir", str(path), f"a path of at most {longest} bytes"))
         return path
 
+    def resolve_tcp_secret(self) -> bytes | None:
+        """The secret that is shared with other hosts, or None: then TCP is off.
+
+        Raises:
+            ConfigError: the file cannot be read or others may read it, or the secret is too short. Never shows the secret.
+        """
+        origin, text = "tcp_secret", self.tcp_secret
+        if self.tcp_secret_file is not None:
+            origin, text = "tcp_secret_file", _read_secret(Path(self.tcp_secret_file))
+        elif SECRET_VARIABLE in os.environ:
+            origin, text = SECRET_VARIABLE, os.environ[SECRET_VARIABLE]
+        if text is None:
+            return None
+        secret = text.strip().encode()
+        if len(secret) < MIN_SECRET_BYTES:
+            raise ConfigError(f"{origin}: a secret of {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}")
+        return secret
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"tcp_secret_file {path}: others may read or write it, expected mode 0600")
+        with path.open() as file:
+            return file.read(MAX_SECRET_CHARS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(_message("tcp_secret_file", str(path), f"a readable file of text ({error})")) from error
+
 
 def _message(key: str, value: object, allowed: str) -> str:
-    return f"kv_connector_extra_config.{key} = {value!r}: expected {allowed}"
+    shown = "(not shown)" if key == "tcp_secret" else repr(value)
+    return f"kv_connector_extra_config.{key} = {shown}: expected {allowed}"
 
 
 def allowed(key: str) -> str:
@@ -129,4 +181,5 @@ def parse_config(extra: Mapping[str, object]) -> MC2Config:
             raise ConfigError(_message(key, value, allowed(key))) from None
     config = msgspec.convert(dict(extra), MC2Config, strict=True)
     config.resolve_socket_dir()
+    config.resolve_tcp_secret()
     return config

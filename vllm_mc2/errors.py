@@ -35,6 +35,10 @@ class PeerUnreachableError(MC2Error, OSError):
     """No session with the peer could be made: nobody listens, wrong owner, or no answer in time."""
 
 
+class TransportError(MC2Error, OSError):
+    """The engine that reads other hosts' memory does not start, or could not read. What it was to bring is not there."""
+
+
 class UsageError(MC2Error):
     """A call that this object, in its present state, cannot serve. The message says what to do instead."""
 

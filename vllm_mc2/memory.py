@@ -23,6 +23,9 @@ class OwnRegion(NamedTuple):
     block_bytes: int
     data: object
     """All of its blocks: a one-dimensional contiguous uint8 array, such as a tensor."""
+    address: int
+    """Of the data, which is ``num_bytes`` long."""
+    num_bytes: int
 
 
 class WorkerMemory:

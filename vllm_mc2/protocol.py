@@ -1,4 +1,4 @@
-"""The wire: messages between peers on one host, and the ticket that travels with a request.
+"""The wire: messages between peers, and the ticket that travels with a request.
 
 Frames are a 4-byte little-endian length and that many bytes of MessagePack, one tagged struct each; file descriptors
 ride on the frame that names them (``SCM_RIGHTS``). A session is one question and one answer, after which the
@@ -19,6 +19,20 @@ connection stays open in silence: its end tells either side that the other is go
     vllm-mc2 inspect -> any of the four     InspectHello
                      <-                     EngineReport (schedulers) or WorkerReport        or   Refusal
 
+Between hosts (``network/``) there are no descriptors, and each frame is followed by a tag of 16 bytes once both sides have
+proven that they know the secret::
+
+    prefill scheduler -> whoever connects   TcpChallenge
+                     <-                     TcpProof
+                      ->                    TcpAccept                                        or   Refusal
+    decode scheduler -> prefill scheduler   SchedulerHello
+                     <-                     SchedulerWelcome                                 or   Refusal
+                      ->  LookUp, Claim     <- Offered, Verdict;  Release has no answer
+    decode worker    -> prefill scheduler   WorkerHello(fingerprint)
+                     <-                     RemoteGrant(layout, where to read it)            or   Refusal
+                      ->  LookUp            <- Offered
+    either way, when there is nothing else to say   Heartbeat
+
 ``PROTOCOL_VERSION`` grows with every change of a message, a shared layout or the meaning of either; peers of different
 versions refuse each other. Nothing here is trusted: sizes and patterns are checked while decoding, the rest by the
 receiver, on its own copy.
@@ -26,7 +40,7 @@ receiver, on its own copy.
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -35,7 +49,7 @@ from vllm_mc2.errors import ProtocolError, TicketError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 1 << 20
 """Larger than the layout of the deepest models (4096 regions), small enough to buffer for every connection."""
 
@@ -43,6 +57,37 @@ Hex32 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Hex8 = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}\Z")]
 EngineId = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
+Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+CallId = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+TimeoutSeconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
+
+
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The constant-size capability that names one lease. Whoever holds it may use the lease's blocks, for its own prompt."""
+
+    version: int
+    incarnation: Hex32
+    slot: Hex8
+    generation: Hex8
+    token: Hex32
+    address_proof: Hex32 | None = None
+    """Made with the hosts' shared secret: prefill can be reached where ``remote_host`` and ``remote_port`` say."""
+
+    @classmethod
+    def issue(cls, incarnation: str, slot: int, generation: int, token: bytes) -> "Ticket":
+        """A ticket for a lease in ``slot`` with ``generation``; ``token`` is the lease's 16 secret bytes."""
+        return cls(PROTOCOL_VERSION, incarnation, f"{slot:08x}", f"{generation:08x}", token.hex())
+
+    @property
+    def lease_id(self) -> tuple[int, int]:
+        """``(slot, generation)`` as numbers."""
+        return int(self.slot, 16), int(self.generation, 16)
+
+    @property
+    def token_bytes(self) -> bytes:
+        """The 16 bytes that prove that the ticket was issued, not guessed."""
+        return bytes.fromhex(self.token)
 
 
 class SchedulerHello(msgspec.Struct, frozen=True, tag="scheduler_hello", forbid_unknown_fields=True):
@@ -132,6 +177,82 @@ class InspectHello(msgspec.Struct, frozen=True, tag="inspect_hello", forbid_unkn
     protocol: int
 
 
+class TcpChallenge(msgspec.Struct, frozen=True, tag="tcp_challenge", forbid_unknown_fields=True):
+    """What whoever connects must answer with a proof. Names nothing of the engine that asks."""
+
+    protocol: int
+    nonce: Nonce
+    timeout_seconds: TimeoutSeconds
+    """A side that says nothing for so long is taken for gone."""
+
+
+class TcpProof(msgspec.Struct, frozen=True, tag="tcp_proof", forbid_unknown_fields=True):
+    """The side that connects knows the secret."""
+
+    nonce: Nonce
+    timeout_seconds: TimeoutSeconds
+    proof: Nonce
+
+
+class TcpAccept(msgspec.Struct, frozen=True, tag="tcp_accept", forbid_unknown_fields=True):
+    """The side that listens knows it too."""
+
+    proof: Nonce
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", forbid_unknown_fields=True):
+    """Still here."""
+
+
+class RemoteGrant(msgspec.Struct, frozen=True, tag="remote_grant", forbid_unknown_fields=True):
+    """Where the pool of one prefill worker can be read over the network."""
+
+    pool: PoolLayout
+    transport: Text
+    segment: Text
+    """What the transport calls the worker's memory."""
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=4096)]
+    """Of block 0 in each region, as the transport counts."""
+
+
+class LookUp(msgspec.Struct, frozen=True, tag="look_up", forbid_unknown_fields=True):
+    """What is under this ticket? Changes nothing. As long as the answer is an offer, the blocks have not been reused."""
+
+    call: CallId
+    ticket: Ticket
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered", forbid_unknown_fields=True):
+    """The answer; ``digest`` is None when the lease is over or was never issued."""
+
+    call: CallId
+    digest: Nonce | None = None
+    num_tokens: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
+    num_blocks: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    is_copy_wanted: bool = False
+
+
+class Claim(msgspec.Struct, frozen=True, tag="claim", forbid_unknown_fields=True):
+    """Claim the lease for the decode at this end of the session."""
+
+    call: CallId
+    ticket: Ticket
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict", forbid_unknown_fields=True):
+    """Whether the claim holds, and then the block table as int32."""
+
+    call: CallId
+    is_held: bool
+    block_ids: Annotated[bytes, Meta(max_length=(1 << 20) - 64)] = b""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release", forbid_unknown_fields=True):
+    """Takes one claim back."""
+
+    ticket: Ticket
+
+
 class Refusal(msgspec.Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
     """The answer to a hello that does not fit; ``theirs`` is the refuser's own value."""
 
@@ -150,6 +271,16 @@ Message = (
     | TensorHello
     | TensorWelcome
     | Done
+    | TcpChallenge
+    | TcpProof
+    | TcpAccept
+    | Heartbeat
+    | RemoteGrant
+    | LookUp
+    | Offered
+    | Claim
+    | Verdict
+    | Release
     | InspectHello
     | EngineReport
     | WorkerReport
@@ -193,31 +324,6 @@ def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tupl
     return None
 
 
-class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The constant-size capability that names one lease. Whoever holds it may use the lease's blocks, for its own prompt."""
-
-    version: int
-    incarnation: Hex32
-    slot: Hex8
-    generation: Hex8
-    token: Hex32
-
-    @classmethod
-    def issue(cls, incarnation: str, slot: int, generation: int, token: bytes) -> "Ticket":
-        """A ticket for a lease in ``slot`` with ``generation``; ``token`` is the lease's 16 secret bytes."""
-        return cls(PROTOCOL_VERSION, incarnation, f"{slot:08x}", f"{generation:08x}", token.hex())
-
-    @property
-    def lease_id(self) -> tuple[int, int]:
-        """``(slot, generation)`` as numbers."""
-        return int(self.slot, 16), int(self.generation, 16)
-
-    @property
-    def token_bytes(self) -> bytes:
-        """The 16 bytes that prove that the ticket was issued, not guessed."""
-        return bytes.fromhex(self.token)
-
-
 TICKET_KEY = "mc2_ticket"
 
 
@@ -231,7 +337,21 @@ def new_incarnation() -> str:
     return secrets.token_hex(16)
 
 
-def ticket_params(ticket: Ticket, engine_id: str, tp_size: int) -> dict[str, Any]:
+class TcpAddress(NamedTuple):
+    """Where a prefill listens for other hosts."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+LOCAL_ADDRESS = TcpAddress("localhost", 0)
+"""In tickets of a prefill that does not listen for other hosts: peers meet in the socket directory."""
+
+
+def ticket_params(ticket: Ticket, engine_id: str, tp_size: int, address: TcpAddress = LOCAL_ADDRESS) -> dict[str, Any]:
     """``kv_transfer_params`` of prefill's response: the field names that proxies and routers know, plus the ticket.
 
     Its size does not depend on the prompt, and it names no blocks: a client of decode's HTTP API must not be able to
@@ -242,9 +362,8 @@ def ticket_params(ticket: Ticket, engine_id: str, tp_size: int) -> dict[str, Any
         "do_remote_decode": False,
         "remote_engine_id": engine_id,
         "remote_request_id": f"{ticket.slot}-{ticket.generation}",
-        # There is no network listener: peers meet in the socket directory of their host.
-        "remote_host": "localhost",
-        "remote_port": 0,
+        "remote_host": address.host,
+        "remote_port": address.port,
         "tp_size": tp_size,
         TICKET_KEY: msgspec.to_builtins(ticket),
     }
@@ -266,3 +385,11 @@ def parse_ticket(params: Mapping[str, Any]) -> Ticket:
     if ticket.version != PROTOCOL_VERSION:
         raise TicketError(f"{TICKET_KEY} is of protocol {ticket.version}, this side speaks {PROTOCOL_VERSION}")
     return ticket
+
+
+def parse_address(params: Mapping[str, Any]) -> TcpAddress | None:
+    """Where a decode request says that its prefill listens, or None. It may be anything: connect only to what a ticket proves."""
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not isinstance(host, str) or not 0 < len(host) <= 255 or type(port) is not int or not 0 < port < 65536:
+        return None
+    return TcpAddress(host, port)

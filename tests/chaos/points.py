@@ -43,7 +43,7 @@ DECODE_POINTS: dict[str, int] = {
     f"{_C}.borrowed:BorrowedBlocks.attach": 4,
     f"{_C}.borrowed:BorrowedBlocks.end": 3,
     f"{_C}.borrowed:BorrowedBlocks.free_blocks": 4,
-    f"{_C}.peers:open_session": 2,
+    f"{_C}.peer:open_session": 2,
     f"{_C}.worker:open_session": 2,
     f"{_C}.peers:PeerTable._begin_mapping": 2,
     f"{_C}.peers:PeerTable.on_map_results": 2,
@@ -51,7 +51,7 @@ DECODE_POINTS: dict[str, int] = {
     f"{_C}.worker:WorkerHalf._unmap": 1,
     f"{_C}.worker:map_elsewhere": 2,
     f"{_C}.pulling:Puller.submit": 3,
-    f"{_C}.pulling:Puller.take_results": 20,
+    f"{_C}.pulling:PullResults.take": 20,
     f"{_C}.decode:DecodeHalf.on_loaded": 3,
 }
 COMMON_POINTS: dict[str, int] = {

@@ -7,7 +7,7 @@ import pytest
 
 from tests.connector.outcome import finish
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
-from vllm_mc2.connector.worker import OF_A_RANK
+from vllm_mc2.connector.fingerprint import OF_A_RANK
 
 PROMPT = prompt_of(70)
 FIELDS = [

@@ -361,7 +361,7 @@ def test_d17_a_failure_at_each_step_follows_the_policy(make_engine: MakeEngine, 
     ticket = prefill(producer, "p", PROMPT)
     target = {
         "map_peer": "vllm_mc2.memory.WorkerMemory.map_peer",
-        "PeerLeases": "vllm_mc2.connector.peers.PeerLeases",
+        "PeerLeases": "vllm_mc2.connector.peer.PeerLeases",
         "block_ids": "vllm_mc2.leases.PeerLeases.block_ids",
     }[step]
     outcome = {"return_value": [0, 1, 2, 3, 4]} if step == "block_ids" else {"side_effect": OSError(12, "injected")}

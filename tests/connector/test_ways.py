@@ -26,9 +26,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_mc2.connector import compat
-from vllm_mc2.connector.worker import own_bytes
+from vllm_mc2.connector.worker import own_bytes, own_region
 from vllm_mc2.layout import AddressPlan, HeadSlice, make_plan
-from vllm_mc2.memory import OwnRegion, WorkerMemory, map_elsewhere
+from vllm_mc2.memory import WorkerMemory, map_elsewhere
 
 WAYS = Path(__file__).resolve().parents[2] / "docs" / "ways.md"
 MARKED = re.compile(r"(<!-- ways: begin.*?-->\n).*?(<!-- ways: end -->)", re.DOTALL)
@@ -206,7 +206,7 @@ def test_d12_every_layer_of_every_block_arrives(cell: Cell) -> None:
     own_layers = compat.layers_of_regions(own_config)
     views = allocate_kv_cache(own_config, torch.device("cpu"), KVCacheLayout[str(own_config.kv_cache_layout)])
     own = [
-        OwnRegion(region.name, region.block_bytes, own_bytes(views[names[0]], num_blocks * region.block_bytes))
+        own_region(region.name, region.block_bytes, own_bytes(views[names[0]], num_blocks * region.block_bytes))
         for region, names in zip(plan.regions, own_layers, strict=True)
     ]
     elsewhere = map_elsewhere(source.layout, source.pool_fd)

@@ -69,11 +69,12 @@ class Server:
         *,
         log_dir: Path,
         environment: Mapping[str, str | None] | None = None,
+        host: str = HOST,
     ) -> None:
         """Start it; `environment` is added to this process's own, and None takes a variable out."""
         self.name = name
         self.port = port
-        self.url = f"http://{HOST}:{port}"
+        self.url = f"http://{host}:{port}"
         self.log_path = log_dir / f"{name}.log"
         self._gone = False
         merged: dict[str, str | None] = {**os.environ, **(environment or {})}
@@ -273,17 +274,20 @@ def vllm_server(
     max_model_len: int = 2048,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str | None] | None = None,
+    host: str = HOST,
+    wrapper: Sequence[str] = (),
 ) -> Server:
     """Start `vllm serve` in float32 without compilation; a plain server without `kv_config`.
 
-    `environment` overrides `VLLM_ENVIRONMENT`; None takes a variable out.
+    `environment` overrides `VLLM_ENVIRONMENT`; None takes a variable out. `host`: where it answers. `wrapper`: a command that
+    executes the rest of its line, such as `nsenter`.
     """
     port = free_ports(1)[0] if port is None else port
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-    command += ["--served-model-name", Path(model).name, "--host", HOST, "--port", str(port)]
+    command = [*wrapper, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command += ["--served-model-name", Path(model).name, "--host", host, "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(max_model_len)]
     command += ["--disable-access-log-for-endpoints", "/health,/metrics"]
     if kv_config is not None:
         command += ["--kv-transfer-config", kv_config]
     settings = {**VLLM_ENVIRONMENT, **(environment or {})}
-    return Server(name, [*command, *arguments], port, log_dir=log_dir, environment=settings)
+    return Server(name, [*command, *arguments], port, log_dir=log_dir, environment=settings, host=host)

@@ -289,6 +289,13 @@ def tensor_parallel_rank() -> int:
     return rank
 
 
+def data_parallel_rank(vllm_config: "VllmConfig") -> int:
+    """This engine's rank among those that serve the same model, also where vLLM runs them as separate ones."""
+    parallel = vllm_config.parallel_config
+    rank: int = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+    return rank
+
+
 # --- scheduler: blocks and requests -----------------------------------------------------------------------------------
 
 

@@ -23,10 +23,13 @@ from vllm_mc2.connector.decode import DecodeHalf
 from vllm_mc2.connector.inspecting import EngineInspector
 from vllm_mc2.connector.metadata import MC2Handshake, MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.metrics import MC2PromMetrics, MC2Stats
-from vllm_mc2.connector.peers import OwnWorker, PeerTable
+from vllm_mc2.connector.peer import Dialer, Network, OwnWorker
+from vllm_mc2.connector.peers import PeerTable
 from vllm_mc2.connector.prefill import PrefillHalf
+from vllm_mc2.connector.remote_prefill import RemotePrefill
 from vllm_mc2.connector.worker import WorkerHalf
-from vllm_mc2.protocol import WorkerEndpoint
+from vllm_mc2.network.lender import Listening
+from vllm_mc2.protocol import TcpAddress, WorkerEndpoint
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -200,9 +203,31 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
             compat.windows_of(self._kv_cache_config),
             self._vllm_config.model_config.max_model_len,
             self._stats,
+            self._remote_prefill(workers),
         )
         logger.info("prefill %s hands over in place; sockets in %s", self._engine_id(), self._directory)
         return half
+
+    def _remote_prefill(self, workers: list[MC2Handshake]) -> RemotePrefill | None:
+        config, secret = self._config, self._config.resolve_tcp_secret()
+        if config.tcp_address is None or secret is None:
+            if config.tcp_address is not None:
+                logger.warning(
+                    "tcp_address is set, but there is no secret (tcp_secret_file): peers on other hosts are not served"
+                )
+            return None
+        port = config.tcp_port
+        if port:
+            port += compat.data_parallel_rank(self._vllm_config)
+        listening = Listening(TcpAddress(config.tcp_address, port), secret, config.tcp_timeout_seconds)
+        return RemotePrefill(listening, workers)
+
+    def _dialer(self) -> Dialer:
+        config, secret = self._config, self._config.resolve_tcp_secret()
+        network = None
+        if secret is not None:
+            network = Network(secret, config.tcp_timeout_seconds)
+        return Dialer(self._engine_id(), self._directory, config.handshake_timeout_seconds, network)
 
     def _make_decode(self, workers: list[MC2Handshake], off_reason: str | None, attach_off: str | None) -> DecodeHalf:
         assert self._block_pool is not None
@@ -214,7 +239,7 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning("attach is off, blocks are copied: %s", attach_off)
             bytes_per_block = len(workers) * plan.pool_layout().bytes_per_block
             peers = PeerTable(
-                self._engine_id(),
+                self._dialer(),
                 self._directory,
                 plan,
                 len(workers),

@@ -10,6 +10,7 @@ import select
 import threading
 from collections.abc import Callable
 
+from vllm_mc2.network.borrower import RemoteSession
 from vllm_mc2.session import Session
 
 logger = logging.getLogger("vllm.mc2.deathwatch")
@@ -30,7 +31,7 @@ class DeathWatchThread:
         self._keys: dict[int, str] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, key: str, session: Session) -> None:
+    def watch(self, key: str, session: Session | RemoteSession) -> None:
         """Begin to watch. The thread starts with the first session, so that who has no peers has no thread."""
         with self._lock:
             for fd in session.descriptors():
@@ -42,7 +43,7 @@ class DeathWatchThread:
                 self._thread = threading.Thread(target=self._run, name="mc2-deathwatch", daemon=True)
                 self._thread.start()
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Session | RemoteSession) -> None:
         """Stop watching; to be called before the session is closed. Idempotent."""
         with self._lock:
             for fd in session.descriptors():

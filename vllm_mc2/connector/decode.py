@@ -27,9 +27,10 @@ from vllm_mc2.connector.handoff import Handoff, HandoffState
 from vllm_mc2.connector.loans import Loans, Refusal
 from vllm_mc2.connector.metadata import MC2Metadata, MC2WorkerMetadata, PullOrder
 from vllm_mc2.connector.metrics import MC2Stats
-from vllm_mc2.connector.peers import Peer, PeerState, PeerTable
+from vllm_mc2.connector.peer import Peer, PeerState
+from vllm_mc2.connector.peers import PeerTable
 from vllm_mc2.errors import PeerUnreachableError, TicketError
-from vllm_mc2.protocol import Ticket, parse_ticket
+from vllm_mc2.protocol import Ticket, parse_address, parse_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -89,6 +90,7 @@ class DecodeHalf:
         self._handoffs[request.request_id] = handoff
         try:
             handoff.ticket = parse_ticket(params)
+            handoff.address = parse_address(params)
         except TicketError as error:
             self._reject(handoff, "bad_ticket", str(error))
             return
@@ -223,7 +225,7 @@ class DecodeHalf:
     def _advance_locked(self, handoff: Handoff, ticket: Ticket, peers: PeerTable) -> None:
         started = time.perf_counter()
         try:
-            peer = peers.get(ticket.incarnation)
+            peer = peers.get(ticket, handoff.address)
         except PeerUnreachableError as error:
             self._reject(handoff, "peer_unreachable", str(error))
             return
@@ -302,7 +304,8 @@ class DecodeHalf:
                 if block.block_id and lent_id:
                     own_ids.append(block.block_id)
                     peer_ids.append(lent_id - peer.first_id)
-        self._pulls.append(PullOrder(handoff.request.request_id, peer.key, own_ids, peer_ids))
+        ticket = None if peer.address is None else handoff.ticket
+        self._pulls.append(PullOrder(handoff.request.request_id, peer.key, own_ids, peer_ids, ticket))
         handoff.state = HandoffState.PULLING
         handoff.own_ids = own_ids
         handoff.pull_started = time.perf_counter()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_mc2.connector.borrowed import Loan
-from vllm_mc2.protocol import Ticket
+from vllm_mc2.protocol import TcpAddress, Ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -29,9 +29,13 @@ class Handoff:
     request: "Request"
     ticket: Ticket | None
     state: HandoffState = HandoffState.WAITING
+    address: TcpAddress | None = None
+    """Where its prefill listens, if the request says so."""
     reason: str = ""
     loan: Loan | None = None
     is_verdict_pending: bool = False
+    session_key: int = -1
+    """Of the peer that a verdict is awaited from. One on another host may be met anew meanwhile, and knows of no claim then."""
     num_full: int = 0
     """Full blocks that are attached."""
     num_tail: int = 0

@@ -14,7 +14,7 @@ import msgspec
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_mc2.connector.decode import DecodeHalf
-from vllm_mc2.connector.peers import Peer, PeerState
+from vllm_mc2.connector.peer import Peer, PeerState
 from vllm_mc2.connector.prefill import PrefillHalf
 from vllm_mc2.inspection import (
     MAX_DECODE_ROWS,

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.borrowed import Loan
 from vllm_mc2.connector.handoff import Handoff
-from vllm_mc2.connector.peers import Peer, PeerState, PeerTable
+from vllm_mc2.connector.peer import Peer, PeerState
+from vllm_mc2.connector.peers import PeerTable
 from vllm_mc2.errors import PeerUnreachableError
 from vllm_mc2.leases import LeaseId, LeaseOffer, PeerLeases
+from vllm_mc2.network.borrower import RemoteLeases
 from vllm_mc2.protocol import Ticket
 
 if TYPE_CHECKING:
@@ -61,9 +63,12 @@ class Loans:
         return self._lenders[loan]
 
     def claim(self, handoff: Handoff, ticket: Ticket, peer: Peer) -> Claimed | Refusal | None:
-        """The loan for a request's ticket; None while prefill is just deciding, ask again then."""
+        """The loan for a request's ticket; None while prefill is just deciding, or has not answered from afar: ask again then."""
         assert peer.leases is not None
+        meet(handoff, peer)
         offer = peer.leases.look_up(ticket)
+        if offer == "pending":
+            return None
         if offer is None:
             if handoff.is_verdict_pending:
                 # Takes the dead claim back, or its slot stays ours for ever.
@@ -91,7 +96,9 @@ class Loans:
             return False
         return compat.request_digest(request, ticket.token_bytes, num_tokens) == offer.digest
 
-    def _held(self, lease_id: LeaseId, offer: LeaseOffer, peer: Peer, leases: PeerLeases) -> Claimed | Refusal:
+    def _held(
+        self, lease_id: LeaseId, offer: LeaseOffer, peer: Peer, leases: PeerLeases | RemoteLeases
+    ) -> Claimed | Refusal:
         """The claim holds: the loan that it brings."""
         known = self._loans.get((peer.incarnation, lease_id))
         if known is not None:
@@ -151,25 +158,36 @@ class Loans:
             return True
         with self._peers.lock:
             try:
-                peer = self._peers.get(handoff.ticket.incarnation)
+                peer = self._peers.get(handoff.ticket, handoff.address)
             except PeerUnreachableError:
                 return True
             if peer.state is PeerState.FAILED or peer.is_gone():
                 return True
+            meet(handoff, peer)
             return peer.leases is not None and self._decline_known(handoff, handoff.ticket, peer, peer.leases)
 
-    def _decline_known(self, handoff: Handoff, ticket: Ticket, peer: Peer, leases: PeerLeases) -> bool:
+    def _decline_known(self, handoff: Handoff, ticket: Ticket, peer: Peer, leases: PeerLeases | RemoteLeases) -> bool:
         lease_id = ticket.lease_id
         if not handoff.is_verdict_pending:
-            if (peer.incarnation, lease_id) in self._loans or leases.look_up(ticket) is None:
+            if (peer.incarnation, lease_id) in self._loans:
                 return True
+            offer = leases.look_up(ticket)
+            if offer is None or offer == "pending":
+                return offer is None
         verdict = ask(handoff, leases, lease_id)
         if verdict == "held":
             leases.release(lease_id)
         return verdict != "pending"
 
 
-def ask(handoff: Handoff, leases: PeerLeases, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
+def meet(handoff: Handoff, peer: Peer) -> None:
+    """A claim that was made in an earlier session ended with that."""
+    if handoff.session_key != peer.key:
+        handoff.session_key = peer.key
+        handoff.is_verdict_pending = False
+
+
+def ask(handoff: Handoff, leases: PeerLeases | RemoteLeases, lease_id: LeaseId) -> Literal["held", "pending", "dead"]:
     """Claim the lease, or ask for the verdict on the claim that was made before."""
     verdict = leases.poll(lease_id) if handoff.is_verdict_pending else leases.claim(lease_id)
     handoff.is_verdict_pending = verdict == "pending"

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_mc2.layout import AddressPlan, PoolLayout
+from vllm_mc2.protocol import RemoteGrant, TcpAddress, Ticket
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class MapPeer:
     """Block id in the window, to use it in place; None to copy from it only."""
     socket_ids: tuple[str, ...]
     """Socket of the peer's worker, by rank."""
+    address: TcpAddress | None = None
+    """Of a peer on another host, whose sockets cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class PullOrder:
     own_ids: list[int]
     peer_ids: list[int]
     """Counted in the peer's pool; as many."""
+    ticket: Ticket | None = None
+    """For a peer on another host: what to ask about once the bytes are here."""
 
 
 @dataclass
@@ -51,9 +56,12 @@ class MC2Metadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class MapResult:
-    """Worker to scheduler: how :class:`MapPeer` went. ``reason`` is None on success."""
+    """Worker to scheduler: how :class:`MapPeer` went, or why nothing can be read from the peer any more. ``reason`` is None on
+    success.
+    """
 
     incarnation: str
+    key: int
     rank: int
     reason: str | None = None
     detail: str = ""
@@ -82,6 +90,9 @@ class MC2Handshake(KVConnectorHandshakeMetadata):
     """None unless the pool is shared."""
     socket_id: str | None
     """Where the worker listens; None when nothing can be handed over."""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    remote: RemoteGrant | None = None
+    """Where other hosts can read the pool, if they can."""
     control_token: str = ""
     """Proves to the worker that its own scheduler speaks."""
     reason: str | None = None

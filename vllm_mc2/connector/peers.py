@@ -13,80 +13,30 @@ A failed peer is forgotten when its waiting requests have seen the reason, excep
 for that incarnation.
 """
 
-import enum
 import functools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
-from vllm_mc2.channel import close_all, socket_path
+from vllm_mc2.channel import socket_path
 from vllm_mc2.connector.deathwatch import DeathWatchThread
 from vllm_mc2.connector.metadata import MapPeer, MapResult
+from vllm_mc2.connector.peer import Connected, Dialer, OwnWorker, Peer, PeerState
 from vllm_mc2.errors import LayoutError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from vllm_mc2.layout import AddressPlan, WindowAllocator, head_slices
-from vllm_mc2.leases import LeaseId, PeerLeases
-from vllm_mc2.protocol import PROTOCOL_VERSION, Done, RetirePool, SchedulerHello, SchedulerWelcome
-from vllm_mc2.session import Session, open_session
+from vllm_mc2.leases import LeaseId
+from vllm_mc2.protocol import Done, RetirePool, SchedulerWelcome, TcpAddress, Ticket
+from vllm_mc2.session import open_session
 
 logger = logging.getLogger("vllm.mc2.peers")
 
 MAX_PEERS = 1024
 
 
-class PeerState(enum.Enum):
-    """See the module's docstring."""
-
-    CONNECTING = "connecting"
-    MAPPING = "mapping"
-    READY = "ready"
-    FAILED = "failed"
-
-
-@dataclass(eq=False)
-class Peer:
-    """One incarnation of a prefill engine."""
-
-    incarnation: str
-    key: int
-    """What orders to the workers call it."""
-    deadline: float
-    state: PeerState = PeerState.CONNECTING
-    engine_id: str = ""
-    reason: str = ""
-    way: Literal["attach", "pull"] = "attach"
-    way_reason: str = ""
-    """Why it is not attached, when it is not: ``mode``, ``attach_off``, ``tensor_parallel`` or ``window_full``."""
-    session: Session | None = None
-    leases: PeerLeases | None = None
-    base: int = -1
-    """First block id in the window; -1 when it is not there."""
-    num_blocks: int = 0
-    ranks_left: set[int] = field(default_factory=set)
-    num_loans: int = 0
-
-    @property
-    def first_id(self) -> int:
-        """What its block 0 is called in loans: the place in the window, or 0 where its blocks keep their own ids."""
-        return max(self.base, 0)
-
-    def is_gone(self) -> bool:
-        """Whether the process behind the session has ended. Loans stay valid: the pages live as long as we map them."""
-        return self.session is not None and self.session.is_gone()
-
-    def close(self) -> None:
-        """End the session and unmap the lease segments; not the pool, which is the workers'."""
-        if self.session is not None:
-            self.session.close()
-        if self.leases is not None:
-            self.leases.close()
-
-
-_Connected = tuple[SchedulerWelcome, list[int], Session]
 R = TypeVar("R")
 P = ParamSpec("P")
 
@@ -104,19 +54,12 @@ def _locked(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-class OwnWorker(NamedTuple):
-    """One of this engine's own workers: where it listens, and what proves that its scheduler speaks."""
-
-    socket_id: str
-    control_token: str
-
-
 class PeerTable:
     """All peers, the window they are mapped in, and the orders for the workers."""
 
     def __init__(
         self,
-        engine_id: str,
+        dialer: Dialer,
         directory: Path,
         plan: AddressPlan,
         num_ranks: int,
@@ -136,7 +79,7 @@ class PeerTable:
         self.lock = threading.RLock()
         self._workers = workers
         self._deathwatch = DeathWatchThread(self._retire)
-        self._engine_id = engine_id
+        self._dialer = dialer
         self._directory = directory
         self._plan = plan
         self._num_ranks = num_ranks
@@ -144,7 +87,7 @@ class PeerTable:
         self._timeout_seconds = timeout_seconds
         self._peers: dict[str, Peer] = {}
         self._window = WindowAllocator(plan.window_base, plan.num_window, plan.granularity)
-        self._connected: queue.SimpleQueue[tuple[str, _Connected | Exception]] = queue.SimpleQueue()
+        self._connected: queue.SimpleQueue[tuple[str, Connected | Exception]] = queue.SimpleQueue()
         self._map_orders: list[MapPeer] = []
         self._unmap_orders: list[int] = []
 
@@ -159,33 +102,32 @@ class PeerTable:
         return self._plan.window_base, self._plan.num_window, self._window.num_free
 
     @_locked
-    def get(self, incarnation: str) -> Peer:
-        """The peer with this incarnation; starts a handshake with one that is not known yet.
+    def get(self, ticket: Ticket, address: TcpAddress | None) -> Peer:
+        """The peer that issued the ticket; starts a handshake with one that is not known yet. ``address``: where the request says
+        that it listens, if it says so.
 
         Raises:
-            PeerUnreachableError: nobody with that name is on this host, or the table is full.
+            PeerUnreachableError: nobody with that name can be found, or the table is full.
         """
+        incarnation = ticket.incarnation
         peer = self._peers.get(incarnation)
         if peer is not None:
             return peer
-        path = socket_path(self._directory, incarnation)
-        if not path.is_socket():
-            raise PeerUnreachableError(f"no engine {incarnation} in {self._directory}")
+        address = self._dialer.find(ticket, address)
         if len(self._peers) >= MAX_PEERS:
             self._forget_oldest_refused()
         if len(self._peers) >= MAX_PEERS:
             raise PeerUnreachableError(f"{MAX_PEERS} peers are known already")
-        peer = Peer(incarnation, self._next_key, time.monotonic() + self._timeout_seconds)
+        peer = Peer(incarnation, self._next_key, time.monotonic() + self._timeout_seconds, address=address)
         self._next_key += 1
         self._peers[incarnation] = peer
-        threading.Thread(target=self._connect, args=(incarnation, path), name="mc2-connect", daemon=True).start()
+        threading.Thread(target=self._connect, args=(incarnation, address), name="mc2-connect", daemon=True).start()
         return peer
 
-    def _connect(self, incarnation: str, path: Path) -> None:
+    def _connect(self, incarnation: str, address: TcpAddress | None) -> None:
         """On its own thread, since a stopped peer answers late or never."""
-        hello = SchedulerHello(PROTOCOL_VERSION, incarnation, self._engine_id)
         try:
-            self._connected.put((incarnation, open_session(path, hello, SchedulerWelcome, 2, self._timeout_seconds)))
+            self._connected.put((incarnation, self._dialer.dial(incarnation, address)))
         except (PeerUnreachableError, PeerRefusedError, ProtocolError, OSError) as error:
             self._connected.put((incarnation, error))
 
@@ -200,29 +142,27 @@ class PeerTable:
                     refused = isinstance(outcome, PeerRefusedError)
                     self._fail(peer, "peer_refused" if refused else "peer_unreachable", str(outcome))
             elif peer is None or peer.state is not PeerState.CONNECTING:
-                close_all(outcome[1])
-                outcome[2].close()
+                outcome.close()
             else:
-                self._begin_mapping(peer, *outcome)
+                self._begin_mapping(peer, outcome)
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if peer.state in (PeerState.CONNECTING, PeerState.MAPPING) and now > peer.deadline:
                 self._fail(peer, "handshake_timeout", f"no answer in {self._timeout_seconds} s")
-            elif peer.state is PeerState.READY and peer.num_loans == 0 and peer.is_gone():
-                logger.info("prefill %s is gone and nothing of it is in use: unmapped", peer.engine_id)
-                self._remove(peer)
+            elif peer.state is PeerState.READY and peer.is_gone():
+                # One on another host has nothing mapped here, and may be heard of again.
+                if peer.num_loans == 0 or peer.address is not None:
+                    logger.info("prefill %s is gone and nothing of it is in use: unmapped", peer.engine_id)
+                    self._remove(peer)
 
-    def _begin_mapping(self, peer: Peer, welcome: SchedulerWelcome, fds: list[int], session: Session) -> None:
-        peer.session = session
+    def _begin_mapping(self, peer: Peer, connected: Connected) -> None:
+        welcome, peer.leases, peer.session = connected
         peer.engine_id = welcome.engine_id
         try:
-            peer.leases = PeerLeases(*fds)
             peer.num_blocks = self._check_welcome(welcome)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             self._fail(peer, "peer_refused", str(error))
             return
-        finally:
-            close_all(fds)
         obstacle = self._why_not_attach(peer, welcome)
         if obstacle is not None:
             reason, detail = obstacle
@@ -236,12 +176,14 @@ class PeerTable:
         by_rank = sorted(welcome.workers, key=lambda worker: worker.rank)
         base = peer.base if peer.way == "attach" else None
         sockets = tuple(worker.socket_id for worker in by_rank)
-        self._map_orders.append(MapPeer(peer.incarnation, peer.key, base, sockets))
+        self._map_orders.append(MapPeer(peer.incarnation, peer.key, base, sockets, peer.address))
 
     def _why_not_attach(self, peer: Peer, welcome: SchedulerWelcome) -> tuple[str, str] | None:
         """``(reason, detail)``, or None with a place in the window that is the peer's from now on."""
         if self._mode == "pull":
             return "mode", "mode is pull here"
+        if peer.address is not None:
+            return "other_host", f"it is at {peer.address}"
         if self._attach_off is not None:
             return "attach_off", self._attach_off
         if len(welcome.workers) != self._num_ranks:
@@ -280,7 +222,7 @@ class PeerTable:
         """Take in the workers' answers to map orders."""
         for result in results:
             peer = self._peers.get(result.incarnation)
-            if peer is None or peer.state is not PeerState.MAPPING:
+            if peer is None or peer.key != result.key or peer.state not in (PeerState.MAPPING, PeerState.READY):
                 continue
             if result.reason is not None:
                 self._fail(peer, result.reason, f"rank {result.rank}: {result.detail}")
@@ -291,6 +233,8 @@ class PeerTable:
                 assert peer.session is not None
                 self._deathwatch.watch(peer.incarnation, peer.session)
                 where = f"mapped at {peer.base}" if peer.way == "attach" else "to be copied from"
+                if peer.address is not None:
+                    where = f"to be read from {peer.address.host}"
                 logger.info("attached prefill %s: %d blocks %s", peer.engine_id, peer.num_blocks, where)
 
     @_locked
@@ -313,7 +257,8 @@ class PeerTable:
         if peer.leases is not None:
             peer.leases.release(lease_id)
         peer.num_loans -= 1
-        if peer.num_loans == 0 and peer.session is not None and peer.is_gone():
+        is_known = self._peers.get(peer.incarnation) is peer
+        if is_known and peer.num_loans == 0 and peer.session is not None and peer.is_gone():
             # This engine may be about to fall asleep, so it is not left to the next step.
             self._deathwatch.watch(peer.incarnation, peer.session)
 
@@ -330,6 +275,7 @@ class PeerTable:
             for peer in self._peers.values():
                 peer.close()
             self._peers.clear()
+        self._dialer.close()
 
     def _retire(self, incarnation: str) -> None:
         """Death watch's thread: give back a dead peer's window if nothing of it is in use; else the scheduler will."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
@@ -17,8 +18,12 @@ from vllm.v1.request import RequestStatus
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.metrics import MC2Stats
+from vllm_mc2.connector.remote_prefill import RemotePrefill
+from vllm_mc2.errors import ConfigError
 from vllm_mc2.leases import LeaseBook
+from vllm_mc2.network.secret import address_proof
 from vllm_mc2.protocol import (
+    LOCAL_ADDRESS,
     PROTOCOL_VERSION,
     InspectHello,
     Message,
@@ -26,6 +31,7 @@ from vllm_mc2.protocol import (
     SchedulerHello,
     SchedulerWelcome,
     WorkerEndpoint,
+    WorkerHello,
     new_incarnation,
     new_token,
     ticket_params,
@@ -54,8 +60,14 @@ class PrefillHalf:
         windows: tuple[int | None, ...],
         max_model_len: int,
         stats: MC2Stats,
+        network: RemotePrefill | None = None,
     ) -> None:
-        """``windows``: of each cache group, which has a block table of its own for every request."""
+        """``windows``: of each cache group, which has a block table of its own for every request. ``network``: for decodes on
+        other hosts.
+
+        Raises:
+            ConfigError: the sockets or ``tcp_address`` cannot be listened on.
+        """
         self._windows = windows
         self._config = config
         self._engine_id = engine_id
@@ -66,7 +78,8 @@ class PrefillHalf:
         self._lent: Counter[int] = Counter()
         """Block id -> number of leases that cover it; a block that is not lent is not in it."""
         self._ledgers: dict[int, tuple[int, str]] = {}
-        """Session key -> ledger id and decode's engine id; the session thread's alone."""
+        """Session key -> ledger id and decode's engine id; of the threads that serve sessions."""
+        self._address, self._address_proof = LOCAL_ADDRESS, None
         self.on_inspect: Callable[[InspectHello], Answer] | None = None
         """Answers an onlooker, on the session thread. Set once, by who can see the whole engine."""
         self.incarnation = new_incarnation()
@@ -84,6 +97,15 @@ class PrefillHalf:
             )  # fmt: skip
         self.book: LeaseBook[list[KVCacheBlock]] = LeaseBook(self.incarnation, config.num_lease_slots, max_blocks)
         self._server = SessionServer(directory, self.incarnation, self._on_hello, self._on_close)
+        self._network = network
+        if network is not None:
+            try:
+                self._address = network.listen(self._on_remote_hello, self._on_close)
+            except ConfigError:
+                self.close()
+                raise
+            self._address_proof = address_proof(network.listening.secret, self.incarnation, self._address)
+            logger.info("prefill %s listens for other hosts at %s", engine_id, self._address)
 
     # --- session thread ---
 
@@ -104,6 +126,21 @@ class PrefillHalf:
         welcome = SchedulerWelcome(self._engine_id, self._block_size, self._workers)
         return Answer(welcome, (self.book.index_fd, ledger_fd))
 
+    def _on_remote_hello(self, key: int, hello: Message) -> Answer:
+        """The network's thread: as above, but for decodes on other hosts, also for their workers."""
+        if not isinstance(hello, WorkerHello):
+            if isinstance(hello, SchedulerHello):
+                return self._on_hello(key, hello)
+            return Answer(Refusal("message", type(hello).__name__, "SchedulerHello"), keep_open=False)
+        assert self._network is not None
+        answer = self._network.grant(hello)
+        if isinstance(answer, Refusal):
+            return Answer(answer, keep_open=False)
+        # Only to ask whether a lease still is: it claims nothing.
+        ledger_id, ledger_fd = self.book.add_ledger()
+        self._ledgers[key] = ledger_id, f"a worker of rank {hello.rank} elsewhere"
+        return Answer(answer, (self.book.index_fd, ledger_fd))
+
     def _on_close(self, key: int) -> None:
         ledger = self._ledgers.pop(key, None)
         if ledger is not None:
@@ -117,7 +154,8 @@ class PrefillHalf:
 
     def decodes(self) -> dict[int, tuple[int, str]]:
         """Ledger id -> ``(pid, engine id)`` of the decodes that have a session. Session thread."""
-        return {ledger_id: (self._server.peer_pid(key), name) for key, (ledger_id, name) in self._ledgers.items()}
+        ledgers = self._ledgers.copy()  # the network's thread may change it meanwhile
+        return {ledger_id: (self._server.peer_pid(key), name) for key, (ledger_id, name) in ledgers.items()}
 
     # --- scheduler thread ---
 
@@ -179,7 +217,9 @@ class PrefillHalf:
         self._lent.update(own_ids)
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
-        return ticket_params(ticket, self._engine_id, len(self._workers))
+        if self._address_proof is not None:
+            ticket = msgspec.structs.replace(ticket, address_proof=self._address_proof)
+        return ticket_params(ticket, self._engine_id, len(self._workers), self._address)
 
     def _tables_for_decode(
         self, request: "Request", tables: Sequence[list[int]], num_blocks: int, num_tokens: int
@@ -213,4 +253,6 @@ class PrefillHalf:
     def close(self) -> None:
         """Stop listening. Decodes keep the memory that they have mapped."""
         self._server.close()
+        if self._network is not None:
+            self._network.close()
         self.book.close()

@@ -30,19 +30,45 @@ class PullSource(NamedTuple):
     """Where it is mapped if not in the window."""
 
 
-class Puller:
-    """The pulls of one worker. Any thread may call."""
+class PullResults:
+    """What has become of a worker's orders. Any thread."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self) -> None:
+        self._finished: set[str] = set()
+        self._failed: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def add_success(self, order: PullOrder) -> None:
+        """The request's blocks are there."""
+        with self._lock:
+            self._finished.add(order.request_id)
+
+    def add_failure(self, order: PullOrder) -> None:
+        """They are not, and nothing writes to them any more."""
+        with self._lock:
+            self._failed[order.request_id] = order.own_ids
+
+    def take(self) -> tuple[set[str], dict[str, list[int]]]:
+        """``(finished, failed)`` requests since the last call; a failed one comes with its own blocks, and is not among the
+        finished.
+        """
+        with self._lock:
+            results = self._finished, self._failed
+            self._finished, self._failed = set(), {}
+            return results
+
+
+class Puller:
+    """The pulls of one worker from peers on this host. Any thread may call."""
+
+    def __init__(self, num_threads: int, results: PullResults) -> None:
         """``num_threads``: how many copy at a time; never more than there are processors for this process."""
+        self._results = results
         self._num_threads = min(num_threads, len(os.sched_getaffinity(0)))
         self._sources: dict[int, PullSource] = {}
         self._orders: queue.SimpleQueue[PullOrder | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Held while one order is done, so that nothing is unmapped under it."""
-        self._finished: set[str] = set()
-        self._failed: dict[str, list[int]] = {}
-        self._results_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add_source(self, key: int, source: PullSource) -> None:
@@ -68,26 +94,15 @@ class Puller:
             self._thread.start()
         self._orders.put(order)
 
-    def take_results(self) -> tuple[set[str], dict[str, list[int]]]:
-        """``(finished, failed)`` requests since the last call; a failed one comes with its own blocks, and is not among the
-        finished.
-        """
-        with self._results_lock:
-            results = self._finished, self._failed
-            self._finished, self._failed = set(), {}
-            return results
-
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             try:
                 self._copy(order)
             except (KeyError, ValueError) as error:
                 logger.warning("request %s: its blocks could not be copied: %s", order.request_id, error)
-                with self._results_lock:
-                    self._failed[order.request_id] = order.own_ids
+                self._results.add_failure(order)
             else:
-                with self._results_lock:
-                    self._finished.add(order.request_id)
+                self._results.add_success(order)
 
     def _copy(self, order: PullOrder) -> None:
         # Apart, so that the waiting thread keeps no peer's memory mapped by its local variables.

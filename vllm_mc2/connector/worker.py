@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from vllm.config import VllmConfig
@@ -27,9 +27,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_mc2.channel import close_all, socket_path
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
+from vllm_mc2.connector.fingerprint import difference, fingerprint
 from vllm_mc2.connector.inspecting import answer_for_worker
 from vllm_mc2.connector.metadata import MapPeer, MapResult, MC2Handshake, MC2Metadata, MC2WorkerMetadata
-from vllm_mc2.connector.pulling import Puller, PullSource
+from vllm_mc2.connector.pulling import Puller, PullResults, PullSource
+from vllm_mc2.connector.worker_network import WorkerNetwork
 from vllm_mc2.errors import LayoutError, MC2Error, PeerRefusedError, PeerUnreachableError
 from vllm_mc2.layout import AddressPlan, HeadSlice, head_slices, make_plan
 from vllm_mc2.memory import OwnRegion, WorkerMemory, map_elsewhere
@@ -42,50 +44,11 @@ from vllm_mc2.protocol import (
     Refusal,
     RetirePool,
     WorkerHello,
-    first_difference,
     new_incarnation,
 )
 from vllm_mc2.session import Answer, SessionServer, open_session
 
 logger = logging.getLogger("vllm.mc2.worker")
-
-
-def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_identity: str | None) -> dict[str, str]:
-    """Whatever changes the bytes of a block, by name. Peers compare it field by field before anything is mapped."""
-    import vllm
-
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-
-    def of_groups(name: str) -> str:
-        return "|".join(str(getattr(spec, name, None)) for spec in specs)
-
-    return {
-        "vllm": vllm.__version__,
-        "model": model_identity or f"{model.model}@{model.revision or 'default'}",
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(cache.cache_dtype),
-        "kv_cache_groups": "|".join(compat.group_kinds(kv_cache_config)),
-        "block_size": of_groups("block_size"),
-        "num_kv_heads": of_groups("num_kv_heads"),
-        "head_size": of_groups("head_size"),
-        "sliding_window": of_groups("sliding_window"),
-        "block_bytes": of_groups("page_size_bytes"),
-        "head_bytes": "|".join(
-            str(spec.page_size_bytes // (getattr(spec, "num_kv_heads", None) or 1)) for spec in specs
-        ),
-        "layers": "|".join(",".join(group.layer_names) for group in kv_cache_config.kv_cache_groups),
-        "kv_cache_layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
-        "attention": compat.attention_identity(vllm_config, kv_cache_config),
-        "tensor_parallel_size": str(parallel.tensor_parallel_size),
-        "kv_heads_of_all_ranks": str(model.get_total_num_kv_heads()),
-        "speculative_config": str(vllm_config.speculative_config is not None),
-    }
-
-
-OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes")
-"""What of a fingerprint depends on the number of ranks."""
 
 
 def why_attach_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: MC2Config) -> str | None:
@@ -109,6 +72,11 @@ def own_bytes(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
     storage = tensor.untyped_storage()
     offset = tensor.data_ptr() - storage.data_ptr()
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (num_bytes,), (1,))
+
+
+def own_region(name: str, block_bytes: int, data: torch.Tensor) -> OwnRegion:
+    """``data``: as :func:`own_bytes` gives it."""
+    return OwnRegion(name, block_bytes, data, data.data_ptr(), data.numel())
 
 
 class WorkerHalf:
@@ -139,7 +107,9 @@ class WorkerHalf:
         self._layers: list[list[str]] = []
         self.gives_memory = False
         """Whether vLLM allocates in our memory: on prefill if it can, on decode for the sake of the window."""
-        self._puller = Puller(config.pull_threads)
+        self._pull_results = PullResults()
+        self._puller = Puller(config.pull_threads, self._pull_results)
+        self._network = WorkerNetwork(config, self._rank, self._pull_results, self._results.put)
         self._size = vllm_config.parallel_config.tensor_parallel_size
         self.attach_off = why_attach_off(vllm_config, kv_cache_config, config)
         self.off_reason = compat.unsupported_engine(vllm_config, kv_cache_config)
@@ -211,7 +181,8 @@ class WorkerHalf:
                 raise LayoutError(f"layers lie at {wrong}, planned was {expected:#x}")
             if self._is_consumer:
                 data = own_bytes(kv_caches[region.name], self._plan.num_local * region.block_bytes)
-                self._own.append(OwnRegion(region.name, region.block_bytes, data))
+                self._own.append(own_region(region.name, region.block_bytes, data))
+        self._network.share(self._memory, self._is_producer)
         self._server = SessionServer(self._directory, self._socket_id, self._on_hello, lambda key: None)
 
     def _adopt(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -234,6 +205,8 @@ class WorkerHalf:
             plan=self._plan,
             pool=self._memory.layout if shared and self._memory is not None else None,
             socket_id=self._socket_id if self._plan is not None else None,
+            fingerprint=self._fingerprint if self.off_reason is None else {},
+            remote=self._network.grant,
             control_token=self._control_token,
             reason=self.off_reason,
             attach_off=self.attach_off,
@@ -260,16 +233,9 @@ class WorkerHalf:
     def _grant(self, hello: WorkerHello) -> Answer:
         if self._memory is None or self._memory.pool_fd is None:
             return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
-        mine = {**self._fingerprint, "protocol": str(PROTOCOL_VERSION), "rank": str(self._rank)}
-        theirs = {**hello.fingerprint, "protocol": str(hello.protocol), "rank": str(hello.rank)}
-        if hello.way == "pull":
-            # Who copies slices may have another number of ranks; what a head's bytes are is compared all the same.
-            for name in OF_A_RANK:
-                mine.pop(name, None)
-                theirs.pop(name, None)
-        difference = first_difference(mine, theirs)
-        if difference is not None:
-            field, here, there = difference
+        different = difference(self._fingerprint, self._rank, hello)
+        if different is not None:
+            field, here, there = different
             logger.warning("refused a decode: %s differs (here %r, there %r)", field, here, there)
             return Answer(Refusal(field[:4096], there[:4096], here[:4096]), keep_open=False)
         return Answer(PoolGrant(self._memory.layout), (self._memory.pool_fd,), keep_open=False)
@@ -284,9 +250,11 @@ class WorkerHalf:
         for order in meta.map_peers:
             thread = threading.Thread(target=self._map, args=(order,), name="mc2-map", daemon=True)
             self._mapping[order.key] = thread
+            if order.address is not None:
+                self._network.expect(order.key)
             thread.start()
         for pull in meta.pulls:
-            self._puller.submit(pull)
+            (self._puller if pull.ticket is None else self._network.puller).submit(pull)
         self._failed.update(meta.failed_requests)
 
     def load(self) -> None:
@@ -301,7 +269,7 @@ class WorkerHalf:
 
     def take_loaded(self) -> tuple[set[str], dict[str, list[int]]]:
         """``(requests whose load has ended, those among them that failed, with their own blocks)``."""
-        pulled, failed = self._puller.take_results()
+        pulled, failed = self._pull_results.take()
         failed |= self._failed
         self._failed = {}
         return pulled | failed.keys(), failed
@@ -315,18 +283,22 @@ class WorkerHalf:
 
     def _map(self, order: MapPeer) -> None:
         """On its own thread: fetch the counterpart's pool, map it, say so, then fill in the page tables."""
+        reason, detail = None, ""
         try:
-            self._map_pools(order)
+            if order.address is not None:
+                parts = self._parts(len(order.socket_ids))
+                self._network.reach(order, order.address, parts, self._own, self._fingerprint)
+            else:
+                self._map_pools(order)
         except PeerRefusedError as error:
-            self._results.put(MapResult(order.incarnation, self._rank, "peer_refused", str(error)))
-            return
+            reason, detail = "peer_refused", str(error)
         except PeerUnreachableError as error:
-            self._results.put(MapResult(order.incarnation, self._rank, "peer_unreachable", str(error)))
-            return
+            reason, detail = "peer_unreachable", str(error)
         except (MC2Error, OSError, ValueError) as error:
-            self._results.put(MapResult(order.incarnation, self._rank, "map_failed", str(error)))
+            reason, detail = "map_failed", str(error)
+        self._results.put(MapResult(order.incarnation, order.key, self._rank, reason, detail))
+        if reason is not None:
             return
-        self._results.put(MapResult(order.incarnation, self._rank))
         if self._config.prefault and order.base is not None and self._memory is not None:
             try:
                 self._memory.prefault_peer(order.base)
@@ -367,6 +339,8 @@ class WorkerHalf:
 
     def _unmap(self, key: int) -> None:
         thread = self._mapping.pop(key, None)
+        if self._network.drop(key, is_coming=thread is not None and thread.is_alive()):
+            return
         if thread is not None:
             thread.join()  # at most the handshake timeout; unmapping under a running prefault would be a race
         source = self._puller.remove_source(key)
@@ -380,5 +354,6 @@ class WorkerHalf:
     def close(self) -> None:
         """Stop listening and copying. The memory stays: vLLM's tensors point into it."""
         self._puller.close()
+        self._network.close()
         if self._server is not None:
             self._server.close()

@@ -1,0 +1,48 @@
+"""What prefill's scheduler tells decodes on other hosts."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from vllm_mc2.connector.fingerprint import difference
+from vllm_mc2.connector.metadata import MC2Handshake
+from vllm_mc2.network.lender import Listening, RemoteServer
+from vllm_mc2.protocol import Message, Refusal, RemoteGrant, TcpAddress, WorkerHello
+from vllm_mc2.session import Answer
+
+logger = logging.getLogger("vllm.mc2.prefill")
+
+
+class RemotePrefill:
+    """The listener for other hosts, and what its workers' pools are called over the network."""
+
+    def __init__(self, listening: Listening, workers: Sequence[MC2Handshake]) -> None:
+        """``workers``: what they have said at start."""
+        self.listening = listening
+        self._workers = {worker.rank: worker for worker in workers}
+        self._server: RemoteServer | None = None
+
+    def listen(self, on_hello: Callable[[int, Message], Answer], on_close: Callable[[int], None]) -> TcpAddress:
+        """Begin to listen; returns where.
+
+        Raises:
+            ConfigError: ``tcp_address`` cannot be listened on.
+        """
+        self._server = RemoteServer(self.listening, on_hello, on_close)
+        return self._server.address
+
+    def grant(self, hello: WorkerHello) -> RemoteGrant | Refusal:
+        """Where a decode's worker can read the pool that it asks for, if its blocks are made of the same."""
+        worker = self._workers.get(hello.rank)
+        if worker is None or worker.remote is None:
+            return Refusal("rank", str(hello.rank), f"one of {sorted(self._workers)}")
+        different = difference(worker.fingerprint, hello.rank, hello)
+        if different is None:
+            return worker.remote
+        field, here, there = different
+        logger.warning("refused a decode on another host: %s differs (here %r, there %r)", field, here, there)
+        return Refusal(field[:4096], there[:4096], here[:4096])
+
+    def close(self) -> None:
+        """Stop listening, and end every session."""
+        if self._server is not None:
+            self._server.close()
