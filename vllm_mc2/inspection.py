@@ -31,7 +31,7 @@ class HolderRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A living decode that has claimed a lease."""
 
     pid: Count
-    """0 when it is in another PID namespace."""
+    """0 when it is in another PID namespace, or on another host."""
     engine_id: Name
     claims: Count
     """Not released yet; 0 when it has given back all of them."""
@@ -82,7 +82,9 @@ class PeerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loans: Count
     """Leases of it that are held here."""
     is_gone: bool
-    """Its process has ended; what is held stays valid until it is released."""
+    """Its process has ended; what is held stays valid until it is released. On another host: it is not heard of any more."""
+    address: Name = ""
+    """Where it listens, if it is on another host."""
 
 
 class WindowRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +114,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag="engine_report", forbid_unkn
     """As vLLM counts: neither in use nor lent; cached ones are free."""
     attach_off: Reason = ""
     """Decode: why blocks are copied whoever the peer is, or empty."""
+    listens_at: Name = ""
+    """Prefill: its address for decodes on other hosts, or empty."""
     lent_blocks: Count = 0
     """Blocks under leases; one under several counts once."""
     num_leases: Count = 0

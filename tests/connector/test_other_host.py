@@ -1,5 +1,8 @@
 """Prefill and decode that share no directory: control by TCP, blocks by Mooncake, over the loopback interface."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,25 +11,25 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("mooncake.engine", reason="Mooncake's engine is not installed")
-
 from tests.connector.outcome import finish
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
-from tests.network.conftest import wait_until
+from tests.network.conftest import needs_mooncake, wait_until
 from tests.network.relay import Relay
 from vllm_mc2.errors import ConfigError, TransportError
 from vllm_mc2.network.secret import address_proof
 from vllm_mc2.network.transport import Piece, Reader
 from vllm_mc2.protocol import TICKET_KEY, TcpAddress
 
+pytestmark = needs_mooncake
 SECRET = "0123456789abcdef0123456789abcdef"
 OTHER_SECRET = "fedcba9876543210fedcba9876543210"
+ADDRESS_VARIABLE = "MC2_TEST_ADDRESS"
 FAR: dict[str, Any] = {"tcp_secret": SECRET, "tcp_timeout_seconds": 1.0}
 
 
 @pytest.fixture
 def producer(make_engine: MakeEngine) -> RigEngine:
-    return make_engine("kv_producer", extra={**FAR, "tcp_address": "127.0.0.1"})
+    return make_engine("kv_producer", extra={**FAR, "tcp_address": os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")})
 
 
 @pytest.fixture
@@ -132,6 +135,22 @@ def test_the_lease_ends_while_the_request_goes_on(producer: RigEngine, consumer:
         consumer.step()
     wait_until(lambda: num_leases(producer) == 0)
     report_of(consumer, "r", prompt, 100)
+    assert_clean(producer, consumer)
+
+
+@pytest.mark.parametrize("window", [20, 64])
+def test_groups_with_windows(make_engine: MakeEngine, tmp_path: Path, window: int) -> None:
+    near, far = {**FAR, "tcp_address": "127.0.0.1"}, {**FAR, "socket_dir": str(tmp_path / "d")}
+    producer = make_engine("kv_producer", window=window, num_blocks=160, extra=near)
+    consumer = make_engine("kv_consumer", window=window, num_blocks=160, extra=far)
+    for length in (10, 100, 200):
+        prompt = prompt_of(length, seed=length)
+        consumer.add(f"r{length}", prompt, prefill(producer, f"r{length}", prompt), max_tokens=20)
+        consumer.run()
+        assert consumer.finished[f"r{length}"][0] == expected_tokens(prompt, 20, window)
+        assert consumer.finished[f"r{length}"][2]["mc2"]["reason"] == "other_host"  # type: ignore[index]
+        assert consumer.num_computed_prompt_tokens[f"r{length}"] == 1
+    wait_until(lambda: num_leases(producer) == 0)
     assert_clean(producer, consumer)
 
 
@@ -470,3 +489,25 @@ def test_the_ticket_has_one_size_and_no_secret(producer: RigEngine) -> None:
         sizes.add(len(msgspec.json.encode(ticket)))
         assert SECRET not in str(ticket)
     assert len(sizes) == 1
+
+
+def test_inspect_shows_where_the_other_host_is(producer: RigEngine, consumer: RigEngine) -> None:
+    hand_over(producer, consumer, "first")
+    inspector: Any = consumer.connector._inspector
+    (peer,) = inspector.report().peers
+    listens_at = producer.connector._inspector.report().listens_at  # type: ignore[union-attr]
+    assert listens_at.startswith("127.0.0.1:")
+    assert (peer.address, peer.way, peer.way_reason, peer.pid) == (listens_at, "pull", "other_host", 0)
+    report = producer.connector._inspector.report()  # type: ignore[union-attr]
+    assert [(row.pid, row.engine_id) for row in report.decodes] == [(0, consumer.connector._engine_id())]
+
+
+@pytest.mark.parametrize("address", ["::1", "localhost"])
+def test_ipv6_and_names(address: str) -> None:
+    """In a process of its own, since Mooncake speaks one version of IP in each."""
+    this, name = Path(__file__), "test_decode_gets_the_right_tokens_and_computes_one"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{this}::{name}"]
+    environment = {**os.environ, ADDRESS_VARIABLE: address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "6 passed" in done.stdout

@@ -3,6 +3,7 @@
 ``python -m tests.connector.test_ways`` rewrites the table.
 """
 
+import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,9 +27,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_mc2.connector import compat
+from vllm_mc2.connector.remote_pulling import pieces_of, strips_of
 from vllm_mc2.connector.worker import own_bytes, own_region
 from vllm_mc2.layout import AddressPlan, HeadSlice, make_plan
-from vllm_mc2.memory import WorkerMemory, map_elsewhere
+from vllm_mc2.memory import OwnRegion, WorkerMemory, map_elsewhere
+from vllm_mc2.protocol import RemoteGrant
 
 WAYS = Path(__file__).resolve().parents[2] / "docs" / "ways.md"
 MARKED = re.compile(r"(<!-- ways: begin.*?-->\n).*?(<!-- ways: end -->)", re.DOTALL)
@@ -119,6 +122,8 @@ OTHERS = [
     ("tensor parallel, 2 to 1 and 1 to 2", "pull", "slices of heads; with other sizes one must be a multiple of the other",
      REAL.format("ranks")),
     ("data parallel 2 and two API servers on either side", "attach", "", REAL.format("data_parallel")),
+    ("another host, whatever is not refused above", "pull", "memory is not shared: blocks are read over the network",
+     REAL.format("other_host")),
     ("as a child of `MultiConnector`, first or second", "attach or pull", "",
      "the rig, without a model: `tests/connector/test_multi.py`"),
     ("vLLM 0.23 to 0.30", "pull", "attach needs hooks of 0.31",
@@ -188,6 +193,15 @@ def as_bytes(view: torch.Tensor, block: int) -> list[int]:
     return content
 
 
+def read_from_afar(own: list[OwnRegion], source: WorkerMemory, pairs: dict[int, int]) -> None:
+    """As a worker on another host does it, but for the network."""
+    addresses = tuple(source.address + region.offset_bytes for region in source.plan.regions)
+    grant = RemoteGrant(source.layout, "memory", "here", addresses)
+    strips = strips_of(own, grant, HeadSlice(peer_rank=0))
+    for piece in pieces_of(strips, list(pairs), list(pairs.values())):
+        ctypes.memmove(piece.own_address, piece.peer_address, piece.num_bytes)
+
+
 @pytest.mark.parametrize("cell", SUPPORTED, ids=lambda cell: cell.cache)
 def test_d12_every_layer_of_every_block_arrives(cell: Cell) -> None:
     """Copied into vLLM's own memory; in place too, where that is the way."""
@@ -213,6 +227,13 @@ def test_d12_every_layer_of_every_block_arrives(cell: Cell) -> None:
     copier = elsewhere.copier(0, own, num_blocks, HeadSlice(peer_rank=0))
     pairs = {3: 20, 4: 21, 9: 1, 23: 5}
     copier.copy(list(pairs), list(pairs.values()), 2)
+    for name, view in views.items():
+        for mine, theirs in pairs.items():
+            assert as_bytes(view, mine) == as_bytes(source_views[name], theirs), name
+        assert not any(as_bytes(view, 5))
+    for region in own:
+        region.data.zero_()  # type: ignore[attr-defined]
+    read_from_afar(own, source, pairs)
     for name, view in views.items():
         for mine, theirs in pairs.items():
             assert as_bytes(view, mine) == as_bytes(source_views[name], theirs), name

@@ -13,9 +13,9 @@ import pytest
 from examples.pair import Server, kv_transfer_config, vllm_server
 from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
 from tests.e2e.hosts import TwoHosts, two_hosts_or_skip
+from tests.network.conftest import needs_mooncake
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-pytest.importorskip("mooncake.engine", reason="Mooncake's engine is not installed")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), needs_mooncake]
 
 TIMEOUT_SECONDS = 2.0
 LONG = 1500

@@ -10,6 +10,7 @@ from vllm_mc2.leases import LeaseBook
 from vllm_mc2.network.borrower import RemoteSession, open_remote_session
 from vllm_mc2.network.lender import Listening, RemoteServer
 from vllm_mc2.network.loop import LoopThread
+from vllm_mc2.network.transport import why_no_mooncake
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
     Message,
@@ -21,6 +22,8 @@ from vllm_mc2.protocol import (
 )
 from vllm_mc2.session import Answer
 
+_no_mooncake = why_no_mooncake()
+needs_mooncake = pytest.mark.skipif(_no_mooncake is not None, reason=_no_mooncake or "")
 SECRET = b"a secret of some length"
 INCARNATION = "5" * 32
 HELLO = SchedulerHello(PROTOCOL_VERSION, INCARNATION, "decode")

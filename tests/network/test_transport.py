@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-pytest.importorskip("mooncake.engine", reason="Mooncake's engine is not installed")
-
+from tests.network.conftest import needs_mooncake
 from vllm_mc2.errors import TransportError
 from vllm_mc2.network.transport import MAX_BATCH_PIECES, MooncakeTransport, Piece, Span
 
+pytestmark = needs_mooncake
 PIECE_BYTES = 128 << 10
 
 

@@ -60,13 +60,21 @@ decode decode-1  pid 4200, up 2h05m
   window    8192 blocks from 1024: 8128 free
   borrowed  112 blocks under 1 loan, 1 request with a ticket
   peers     2
-    PEER               PID  STATE                WAY     BASE  BLOCKS  LOANS  ENGINE
-    aaaaaaaaaaaaaaaa  4100  ready                attach  1024      64      1  prefill-1
-    cccccccccccccccc  4100  failed: window_full  attach     -      64      1  prefill-1
+    PEER              WHERE  STATE                WAY     BASE  BLOCKS  LOANS  ENGINE
+    aaaaaaaaaaaaaaaa   4100  ready                attach  1024      64      1  prefill-1
+    cccccccccccccccc   4100  failed: window_full  attach     -      64      1  prefill-1
 
 stale, removed when an engine starts: 0123456789abcdef.sock
 
 no report from fedcba9876543210.sock: no answer in time"""
+
+
+def test_other_hosts_are_shown_by_their_address() -> None:
+    listening = engine_report(listens_at="10.0.0.1:4000")
+    assert "  network   listens for other hosts at 10.0.0.1:4000\n" in render(findings(listening), 20)
+    far = msgspec.structs.replace(PEER, pid=0, address="[fd00::1]:4000", way="pull", way_reason="other_host")
+    text = render(findings(engine_report(role="decode", peers=[far], num_peers=1)), 20)
+    assert "aaaaaaaaaaaaaaaa  [fd00::1]:4000  ready  pull (other_host)" in text
 
 
 def findings(*engines: EngineReport, workers: list[WorkerReport] | None = None) -> Findings:

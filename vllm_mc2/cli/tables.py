@@ -82,7 +82,8 @@ def _worker(worker: WorkerReport) -> str:
 
 def _leases(engine: EngineReport, num_rows: int) -> list[str]:
     decodes = ", ".join(f"{_pid(each.pid)} ({each.engine_id})" for each in engine.decodes) or "none connected"
-    lines = [f"  decodes   {decodes}", f"  leases    {engine.num_leases}"]
+    lines = [f"  network   listens for other hosts at {engine.listens_at}"] if engine.listens_at else []
+    lines += [f"  decodes   {decodes}", f"  leases    {engine.num_leases}"]
     shown = sorted(engine.leases, key=lambda lease: -lease.age_seconds)[:num_rows]
     if shown:
         rows = [_lease(lease) for lease in shown]
@@ -114,7 +115,7 @@ def _peers(engine: EngineReport) -> list[str]:
     lines.append(f"  peers     {engine.num_peers}")
     if engine.peers:
         rows = [_peer(peer) for peer in engine.peers]
-        lines += _table(("PEER", "PID", "STATE", "WAY", "BASE", "BLOCKS", "LOANS", "ENGINE"), rows, left={0, 2, 3, 7})
+        lines += _table(("PEER", "WHERE", "STATE", "WAY", "BASE", "BLOCKS", "LOANS", "ENGINE"), rows, left={0, 2, 3, 7})
     return lines
 
 
@@ -124,7 +125,7 @@ def _peer(peer: PeerRow) -> tuple[str, ...]:
     way = f"{peer.way} ({peer.way_reason})" if peer.way_reason else peer.way
     return (
         peer.incarnation[:16],
-        _pid(peer.pid),
+        peer.address or _pid(peer.pid),
         state,
         way,
         base,

@@ -108,10 +108,10 @@ class EngineInspector:
 
 def _with_leases(report: EngineReport, prefill: PrefillHalf) -> EngineReport:
     num_leases, views = prefill.book.view(MAX_LEASE_ROWS)
-    # Decodes come and go on this very thread.
     decodes = prefill.decodes()
     return msgspec.structs.replace(
         report,
+        listens_at=str(prefill.address) if prefill.address is not None else "",
         lent_blocks=prefill.num_lent_blocks,
         num_leases=num_leases,
         leases=lease_rows(views, decodes),
@@ -155,6 +155,7 @@ def _peer_row(peer: Peer) -> PeerRow:
         loans=max(0, peer.num_loans),
         # The session of a failed peer is closed, which says nothing about the peer.
         is_gone=state is not PeerState.FAILED and session is not None and session.looks_gone(),
+        address=str(peer.address) if peer.address is not None else "",
     )
 
 

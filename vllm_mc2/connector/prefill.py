@@ -30,6 +30,7 @@ from vllm_mc2.protocol import (
     Refusal,
     SchedulerHello,
     SchedulerWelcome,
+    TcpAddress,
     WorkerEndpoint,
     WorkerHello,
     new_incarnation,
@@ -79,6 +80,8 @@ class PrefillHalf:
         """Block id -> number of leases that cover it; a block that is not lent is not in it."""
         self._ledgers: dict[int, tuple[int, str]] = {}
         """Session key -> ledger id and decode's engine id; of the threads that serve sessions."""
+        self._onlookers: dict[int, int] = {}
+        """The same of workers on other hosts, which only ask."""
         self._address, self._address_proof = LOCAL_ADDRESS, None
         self.on_inspect: Callable[[InspectHello], Answer] | None = None
         """Answers an onlooker, on the session thread. Set once, by who can see the whole engine."""
@@ -137,11 +140,12 @@ class PrefillHalf:
         if isinstance(answer, Refusal):
             return Answer(answer, keep_open=False)
         # Only to ask whether a lease still is: it claims nothing.
-        ledger_id, ledger_fd = self.book.add_ledger()
-        self._ledgers[key] = ledger_id, f"a worker of rank {hello.rank} elsewhere"
+        self._onlookers[key], ledger_fd = self.book.add_ledger()
         return Answer(answer, (self.book.index_fd, ledger_fd))
 
     def _on_close(self, key: int) -> None:
+        if key in self._onlookers:
+            self.book.drop_ledger(self._onlookers.pop(key))
         ledger = self._ledgers.pop(key, None)
         if ledger is not None:
             logger.info("decode %s is gone; what only it held ends", ledger[1])
@@ -151,6 +155,11 @@ class PrefillHalf:
     def num_lent_blocks(self) -> int:
         """Blocks under leases, each counted once. Any thread."""
         return len(self._lent)
+
+    @property
+    def address(self) -> TcpAddress | None:
+        """Where decodes on other hosts find it, if it lets them."""
+        return None if self._address_proof is None else self._address
 
     def decodes(self) -> dict[int, tuple[int, str]]:
         """Ledger id -> ``(pid, engine id)`` of the decodes that have a session. Session thread."""

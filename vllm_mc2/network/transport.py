@@ -17,6 +17,8 @@ import ipaddress
 import logging
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -87,15 +89,20 @@ class Transport(Protocol):
 
 
 def why_no_mooncake() -> str | None:
-    """Why Mooncake's engine cannot be used here, or None."""
+    """Why Mooncake's engine cannot be used here, or None. Tried in a process of its own: it chooses its IP version when it is
+    loaded, and a decode does not know its peers before the first request.
+    """
+    command = [sys.executable, "-c", "import mooncake.engine"]
     try:
-        importlib.import_module("mooncake.engine")
-    except ImportError as error:
-        return (
-            f"the package mooncake-transfer-engine-non-cuda (pip install 'vllm-mc2[mooncake]') or a library that it needs"
-            f" (libibverbs1, libcurl4) is not installed: {error}"
-        )
-    return None
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"Mooncake's engine could not be tried: {error}"
+    if done.returncode == 0:
+        return None
+    return (
+        "the package mooncake-transfer-engine-non-cuda (pip install 'vllm-mc2[mooncake]') or a library that it needs"
+        f" (libibverbs1, libcurl4) is not installed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+    )
 
 
 class MooncakeTransport:
