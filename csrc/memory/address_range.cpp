@@ -197,15 +197,22 @@ void AddressRange::copy(const std::vector<Copy>& copies) {
     }
 }
 
-void AddressRange::copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes,
-                            bool streams) const {
+void AddressRange::copy_out(std::span<const CopyOut> pieces, bool streams) const {
     const std::shared_lock lock(mutex_);
-    require_inside(src_offset, num_bytes);
-    parts_.require_covered(src_offset, num_bytes, /*writable=*/false);
+    std::vector<Span> spans;
+    spans.reserve(pieces.size());
+    for (const CopyOut& piece : pieces) {
+        require_inside(piece.src_offset, piece.num_bytes);
+        parts_.require_covered(piece.src_offset, piece.num_bytes, /*writable=*/false);
+        spans.push_back(
+            {.dst = piece.dst, .src = address() + piece.src_offset, .num_bytes = piece.num_bytes});
+    }
     if (streams) {
-        stream_copy(dst, address() + src_offset, num_bytes);
-    } else {
-        std::memcpy(dst, address() + src_offset, num_bytes);
+        stream_copy(spans);
+        return;
+    }
+    for (const Span& span : spans) {
+        std::memcpy(span.dst, span.src, span.num_bytes);
     }
 }
 

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <shared_mutex>
+#include <span>
 #include <vector>
 
 #include "memory/mapping.h"
@@ -42,9 +43,13 @@ class AddressRange {
     // Only addresses are compared; two parts that map the same pool bytes are the caller's business.
     void copy(const std::vector<Copy>& copies);
     // Out of the range into other memory, past the caches when `streams`. Throws std::invalid_argument when not all of it
-    // is mapped.
-    void copy_out(std::byte* dst, std::size_t src_offset, std::size_t num_bytes,
-                  bool streams) const;
+    // is mapped; nothing was copied then.
+    struct CopyOut {
+        std::byte* dst;
+        std::size_t src_offset;
+        std::size_t num_bytes;
+    };
+    void copy_out(std::span<const CopyOut> pieces, bool streams) const;
     // Unmaps everything, the reservation too. Idempotent; every other call throws std::invalid_argument afterwards.
     void close();
 

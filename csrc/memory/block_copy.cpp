@@ -94,26 +94,41 @@ std::vector<BlockCopier::Run> BlockCopier::runs_of(std::span<const std::int32_t>
     return runs;
 }
 
-void BlockCopier::copy_run(const Strip& strip, const Run& run, bool streams) const {
+void BlockCopier::copy_runs(const Strip& strip, std::span<const Run> runs, bool streams) const {
     const bool is_dense =
         strip.dst_stride == strip.num_bytes && strip.src_stride == strip.num_bytes;
-    const std::size_t step = is_dense ? run.num_blocks : 1;
-    for (std::size_t i = 0; i < run.num_blocks; i += step) {
-        source_.copy_out(strip.dst + (run.dst_block + i) * strip.dst_stride,
-                         strip.src_offset + (run.src_block + i) * strip.src_stride,
-                         step * strip.num_bytes, streams);
+    std::vector<AddressRange::CopyOut> pieces;
+    for (const Run& run : runs) {
+        const std::size_t step = is_dense ? run.num_blocks : 1;
+        for (std::size_t i = 0; i < run.num_blocks; i += step) {
+            pieces.push_back(
+                {.dst = strip.dst + (run.dst_block + i) * strip.dst_stride,
+                 .src_offset = strip.src_offset + (run.src_block + i) * strip.src_stride,
+                 .num_bytes = step * strip.num_bytes});
+        }
     }
+    source_.copy_out(pieces, streams);
 }
 
 std::size_t BlockCopier::copy(std::span<const std::int32_t> dst_ids,
                               std::span<const std::int32_t> src_ids,
                               std::size_t num_threads) const {
     const std::vector<Run> runs = runs_of(dst_ids, src_ids);
+    std::vector<std::span<const Run>> units;
+    std::size_t num_blocks = 0;
+    for (std::size_t begin = 0, end = 0; end < runs.size();) {
+        num_blocks += runs[end++].num_blocks;
+        if (num_blocks >= max_run_blocks_ || end == runs.size()) {
+            units.push_back(std::span(runs).subspan(begin, end - begin));
+            begin = end;
+            num_blocks = 0;
+        }
+    }
     const std::size_t num_bytes = dst_ids.size() * bytes_per_block_;
     // Not worth a thread's start below a unit each.
     const std::size_t useful = std::max<std::size_t>(1, num_bytes / kUnitBytes);
-    parallel_for(runs.size() * strips_.size(), std::min(num_threads, useful), [&](std::size_t i) {
-        copy_run(strips_[i / runs.size()], runs[i % runs.size()], num_bytes >= kStreamBytes);
+    parallel_for(units.size() * strips_.size(), std::min(num_threads, useful), [&](std::size_t i) {
+        copy_runs(strips_[i / units.size()], units[i % units.size()], num_bytes >= kStreamBytes);
     });
     return num_bytes;
 }

@@ -46,7 +46,8 @@ class BlockCopier {
     };
     [[nodiscard]] std::vector<Run> runs_of(std::span<const std::int32_t> dst_ids,
                                            std::span<const std::int32_t> src_ids) const;
-    void copy_run(const Strip& strip, const Run& run, bool streams) const;
+    // The runs of one strip that make up a thread's unit of work.
+    void copy_runs(const Strip& strip, std::span<const Run> runs, bool streams) const;
 
     const AddressRange& source_;
     std::vector<Strip> strips_;

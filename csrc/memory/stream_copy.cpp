@@ -22,40 +22,61 @@ constexpr std::size_t kStrandBytes = 4096;
 constexpr std::size_t kStrands = 4;
 constexpr std::size_t kPrefetchBytes = 4 * kLineBytes;
 
-void stream_line(std::byte* dst, const std::byte* src) {
-    _mm_prefetch(reinterpret_cast<const char*>(src + kPrefetchBytes), _MM_HINT_T0);
+void stream_line(std::byte* dst, const std::byte* src, const std::byte* ahead) {
+    _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T0);
     for (std::size_t i = 0; i < kLineBytes; i += kVectorBytes) {
         const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i));
         _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i), part);
     }
 }
 
-}  // namespace
-
-void stream_copy(std::byte* dst, const std::byte* src, std::size_t num_bytes) {
-    const std::size_t misplaced = reinterpret_cast<std::uintptr_t>(dst) % kLineBytes;
-    std::size_t done = std::min(num_bytes, misplaced == 0 ? 0 : kLineBytes - misplaced);
-    std::memcpy(dst, src, done);
-    for (; done + kStrands * kStrandBytes <= num_bytes; done += kStrands * kStrandBytes) {
-        for (std::size_t line = 0; line < kStrandBytes; line += kLineBytes) {
-            for (std::size_t strand = 0; strand < kStrands; ++strand) {
-                const std::size_t at = done + strand * kStrandBytes + line;
-                stream_line(dst + at, src + at);
-            }
+// Four pages. `following`: what is copied after them, whose first lines are fetched in time.
+void stream_strands(std::byte* dst, const std::byte* src, const std::byte* following) {
+    for (std::size_t line = 0; line < kStrandBytes; line += kLineBytes) {
+        const std::size_t ahead = line + kPrefetchBytes;
+        const std::byte* from =
+            ahead < kStrandBytes ? src + ahead : following + (ahead - kStrandBytes);
+        for (std::size_t strand = 0; strand < kStrands; ++strand) {
+            const std::size_t at = strand * kStrandBytes;
+            stream_line(dst + at + line, src + at + line, from + at);
         }
     }
-    for (; done + kLineBytes <= num_bytes; done += kLineBytes) {
-        stream_line(dst + done, src + done);
+}
+
+void stream_span(const Span& span, const std::byte* following) {
+    const std::size_t misplaced = reinterpret_cast<std::uintptr_t>(span.dst) % kLineBytes;
+    std::size_t done = std::min(span.num_bytes, misplaced == 0 ? 0 : kLineBytes - misplaced);
+    std::memcpy(span.dst, span.src, done);
+    constexpr std::size_t kStep = kStrands * kStrandBytes;
+    for (; done + kStep <= span.num_bytes; done += kStep) {
+        const bool is_last = done + 2 * kStep > span.num_bytes;
+        stream_strands(span.dst + done, span.src + done,
+                       is_last ? following : span.src + done + kStep);
     }
-    std::memcpy(dst + done, src + done, num_bytes - done);
+    for (; done + kLineBytes <= span.num_bytes; done += kLineBytes) {
+        const std::byte* src = span.src + done;
+        stream_line(span.dst + done, src, src + kPrefetchBytes);
+    }
+    std::memcpy(span.dst + done, span.src + done, span.num_bytes - done);
+}
+
+}  // namespace
+
+void stream_copy(std::span<const Span> spans) {
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+        // Fetching ahead never faults, whatever is there.
+        stream_span(spans[i], spans[std::min(i + 1, spans.size() - 1)].src);
+    }
     // Streamed stores are not ordered with those that tell others that the bytes are there.
     _mm_sfence();
 }
 
 #else
 
-void stream_copy(std::byte* dst, const std::byte* src, std::size_t num_bytes) {
-    std::memcpy(dst, src, num_bytes);
+void stream_copy(std::span<const Span> spans) {
+    for (const Span& span : spans) {
+        std::memcpy(span.dst, span.src, span.num_bytes);
+    }
 }
 
 #endif

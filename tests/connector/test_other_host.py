@@ -472,6 +472,34 @@ def test_a_read_that_fails_ends_the_session_and_the_next_one_works(producer: Rig
     assert_clean(producer, consumer)
 
 
+def footprint() -> tuple[int, int]:
+    """Descriptors and threads of this process, which both engines run in."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def test_sessions_that_come_and_go_leave_nothing(producer: RigEngine, consumer: RigEngine, relay: Relay) -> None:
+    seen: list[tuple[int, int]] = []
+    peers: Any = consumer.connector._decode._peers  # type: ignore[union-attr]
+    threads = "mc2-remote", "mc2-map", "mc2-connect"
+    for number in range(6):
+        prompt = prompt_of(40, seed=number)
+        consumer.add(f"r{number}", prompt, through(relay, prefill(producer, f"r{number}", prompt)))
+        assert report_of(consumer, f"r{number}", prompt)["way"] == "pull"
+        relay.cut()
+        wait_until(lambda: not list(peers) and not sources(consumer))
+        relay.mend()
+        wait_until(lambda: not any(thread.name in threads for thread in threading.enumerate()))
+        relay.close_connections()
+        wait_until(lambda: not decodes_of(producer))
+        seen.append(footprint())
+    assert seen[-1] == seen[1], seen
+
+
+def decodes_of(producer: RigEngine) -> dict[int, Any]:
+    half: Any = producer.connector._prefill
+    return {**half._ledgers, **half._onlookers}
+
+
 def test_prefill_ends_while_decode_is_idle(producer: RigEngine, consumer: RigEngine) -> None:
     """An idle decode takes no step, and forgets the peer all the same."""
     hand_over(producer, consumer, "first")

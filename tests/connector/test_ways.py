@@ -94,7 +94,7 @@ CELLS = [
     Cell("blocks of 256 tokens", lambda: config((full(256), 2)), "attach", SYNTHETIC),
     Cell("block-major layout", lambda: config((full(), 3), layout="BLHNC"), "attach", SYNTHETIC),
     Cell("tokens before heads (NHD)", lambda: config((full(), 3), layout="LBNHC"), "attach", SYNTHETIC),
-    Cell("fp8 KV", lambda: config((full(dtype=torch.float8_e4m3fn), 3)), "attach", SYNTHETIC),
+    Cell("fp8 KV", lambda: config((full(dtype=torch.float8_e4m3fn), 3)), "attach", REAL.format("shapes")),
     Cell("float16 KV", lambda: config((full(dtype=torch.float16), 3)), "attach", SYNTHETIC),
     Cell("layers that share another layer's KV", lambda: config((full(), 2)), "attach", SYNTHETIC),
     Cell(

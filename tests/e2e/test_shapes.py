@@ -26,12 +26,19 @@ class Shape:
     arguments: tuple[str, ...] = ("--block-size", str(BLOCK))
     reason: str | None = None
 
+    @property
+    def name(self) -> str:
+        return f"{self.model}-fp8" if "fp8" in self.arguments else self.model
+
 
 SHAPES = [
     Shape("qwen3", "attach"),
     Shape("multi-head", "attach", ("--block-size", "32")),
     Shape("gemma3", "pull", reason="attach_off"),
+    Shape("qwen3", "attach", ("--block-size", str(BLOCK), "--kv-cache-dtype", "fp8")),
 ]
+HAS_FP8 = any(flag in Path("/proc/cpuinfo").read_text() for flag in (" avx512f", " amx_tile"))
+"""Whether vLLM has kernels for fp8 KV here."""
 
 
 @dataclass
@@ -44,14 +51,16 @@ class ShapePair:
     decode: Server
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.model)
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: shape.name)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapePair]:
     shape: Shape = request.param
+    if "fp8" in shape.arguments and not HAS_FP8:
+        pytest.skip("vLLM has fp8 kernels for AVX-512 and AMX only")
     model = shapes.ensure(shape.model, ROOT / "build" / "models" / "shapes")
     extra = {"socket_dir": str(tmp_path_factory.mktemp("shape") / "s"), "report_in_response": True}
     servers = [
         vllm_server(
-            f"{shape.model}-{role}", model, kv_config=kv_transfer_config(role, extra=extra, policy="fail"),
+            f"{shape.name}-{role}", model, kv_config=kv_transfer_config(role, extra=extra, policy="fail"),
             max_model_len=1024, arguments=shape.arguments, log_dir=LOG_DIR,
         )
         for role in ("kv_producer", "kv_consumer")

@@ -53,7 +53,12 @@ class Relay:
     def close(self) -> None:
         self._closed = True
         self._listener.close()
-        for one in self._sockets:
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """Those that were made so far."""
+        sockets, self._sockets = self._sockets, []
+        for one in sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
