@@ -6,9 +6,10 @@ PYTEST := $(BIN)/python -m pytest
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp')
 CHECKS := fmt lint types native unit connector bench-code chaos-short e2e
 ROUNDS ?= 1000
-# make demo: MODE=pull copies the blocks, TP=2 has two workers on either side.
+# make demo: MODE=pull copies the blocks, TP=2 has two workers on either side, HOSTS=2 two network namespaces (as root).
 MODE ?= auto
 TP ?= 1
+HOSTS ?= 1
 SEED ?=
 
 .PHONY: setup demo test chaos chaos-mutants bench-native bench-handoff bench-serve clean $(CHECKS)
@@ -19,7 +20,7 @@ setup:
 	@$(BIN)/python examples/setup/models.py
 
 demo: setup
-	@$(BIN)/python -m examples.demo --mode $(MODE) --tp $(TP)
+	@$(BIN)/python -m examples.demo --mode $(MODE) --tp $(TP) --hosts $(HOSTS)
 
 test: setup
 	@$(MAKE) --no-print-directory $(CHECKS)

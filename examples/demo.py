@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples.hosts import TwoHosts
 from examples.pair import CONNECTOR, ROOT, Pair, Server, ServerError, vllm_server
 
 MODELS = ROOT / "build" / "models"
@@ -298,6 +299,13 @@ class Setting:
     connector: str | None = CONNECTOR
     mode: str = "auto"
     tensor_parallel_size: int = 1
+    num_hosts: int = 1
+    """With 2, prefill and decode each have a network namespace, and a virtual cable between them."""
+
+    @property
+    def way(self) -> str:
+        """In which each prompt has to arrive."""
+        return "pull" if self.num_hosts == 2 else WAYS[self.mode]
 
     @property
     def model(self) -> Path:
@@ -311,8 +319,21 @@ def start(stack: ExitStack, setting: Setting) -> tuple[Pair, Server]:
     say(f"demo: starting prefill, decode, proxy and a plain server with {model.name} ...")
     size = ["--tensor-parallel-size", str(setting.tensor_parallel_size)] if setting.tensor_parallel_size > 1 else []
     extra = {"mode": setting.mode} if setting.connector is not None else None
+    hosts = None
+    if setting.num_hosts == 2:
+        try:
+            hosts = stack.enter_context(TwoHosts())
+        except (PermissionError, FileNotFoundError) as error:
+            raise DemoError(f"two hosts need network namespaces, which cannot be made here: {error}") from error
     pair = stack.enter_context(
-        Pair(model, connector=setting.connector, decode_extra=extra, max_model_len=MAX_MODEL_LEN, arguments=size)
+        Pair(
+            model,
+            connector=setting.connector,
+            decode_extra=extra,
+            max_model_len=MAX_MODEL_LEN,
+            arguments=size,
+            hosts=hosts,
+        )
     )
     single = stack.enter_context(vllm_server("single", model, max_model_len=MAX_MODEL_LEN))
     for server in (*pair.servers, single):
@@ -338,7 +359,7 @@ def run(setting: Setting) -> bool:
     """The whole demo; True if all answers were equal and all prompts came in the way that was asked for."""
     RESULT.unlink(missing_ok=True)
     rows: list[Row] = []
-    ok, way = False, WAYS[setting.mode]
+    ok, way = False, setting.way
     with ExitStack() as stack:
         try:
             pair, single = start(stack, setting)
@@ -364,9 +385,12 @@ def main() -> int:
     parser.add_argument("--without-connector", action="store_true", help="plain servers (fails)")
     parser.add_argument("--mode", choices=sorted(WAYS), default="auto", help="decode's mode (default: auto)")
     parser.add_argument("--tp", type=int, choices=[1, 2], default=1, help="workers on either side (default: 1)")
+    parser.add_argument(
+        "--hosts", type=int, choices=[1, 2], default=1, help="2: prefill and decode in network namespaces (root)"
+    )
     arguments = parser.parse_args()
     connector = None if arguments.without_connector else CONNECTOR
-    setting = Setting(connector, arguments.mode, arguments.tp)
+    setting = Setting(connector, arguments.mode, arguments.tp, arguments.hosts)
     if not (setting.model / "config.json").exists():
         print(f"demo: {setting.model} is missing; run `make setup`", file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from examples.hosts import TwoHosts
 from vllm_mc2.bench import servers
 from vllm_mc2.bench.servers import (
     CONNECTOR,
@@ -121,9 +122,16 @@ class Pair:
         decode_arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         log_dir: Path = LOGS,
+        hosts: TwoHosts | None = None,
     ) -> None:
+        """`hosts`: where prefill and decode run, if not both here."""
+
         def start(name: str, role: Role, extra: Mapping[str, Any] | None, more: Sequence[str]) -> Server:
-            config = None
+            wrapper: tuple[str, ...] = ()
+            config, place = None, HOST
+            if hosts is not None:
+                own = hosts.hosts[0 if role == "kv_producer" else 1]
+                extra, place, wrapper = {**own.settings, **(extra or {})}, own.admin, tuple(own.wrapper)
             if connector is not None:
                 config = kv_transfer_config(role, connector=connector, policy=policy, extra=extra)
             server = vllm_server(
@@ -135,6 +143,8 @@ class Pair:
                 arguments=[*arguments, *more],
                 environment=environment,
                 log_dir=log_dir,
+                host=place,
+                wrapper=wrapper,
             )
             return starting.enter_context(server)
 

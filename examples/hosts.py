@@ -1,15 +1,19 @@
 """Two hosts on one machine: network namespaces with a cable between them that can be cut or slowed down.
 
-Each host has two addresses: one for the test's own HTTP requests, from the namespace that the tests run in, and one at the end of
-the cable. Needs the right to make network namespaces and links, which root has.
+Each host has two addresses: one for HTTP requests from here, and one at the end of the cable, for all that prefill and
+decode say to each other. Needs the right to make network namespaces and links, which root has.
+
+    with TwoHosts() as hosts, Pair(model, hosts=hosts) as pair:
+        ...
 """
 
 import os
+import secrets
 import subprocess
+import tempfile
 import time
-from typing import Self
-
-import pytest
+from pathlib import Path
+from typing import Any, Self
 
 ADMIN_NET = "10.231"
 DATA = ("10.232.0.1", "10.232.0.2")
@@ -19,12 +23,13 @@ DATA6 = ("fd32::1", "fd32::2")
 class Host:
     """A network namespace, which ends with its only process."""
 
-    def __init__(self, name: str, index: int) -> None:
+    def __init__(self, name: str, index: int, directory: Path) -> None:
         self.name = name
+        self._directory = directory
         self._process = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
-        own = os.readlink("/proc/self/ns/net")
+        own = Path("/proc/self/ns/net").readlink()
         deadline = time.monotonic() + 10
-        while os.readlink(f"/proc/{self._process.pid}/ns/net") == own:
+        while Path(f"/proc/{self._process.pid}/ns/net").readlink() == own:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.close()
                 raise PermissionError("no network namespace can be made here")
@@ -41,6 +46,7 @@ class Host:
 
     @property
     def pid(self) -> int:
+        """Of the process that keeps the namespace."""
         return self._process.pid
 
     @property
@@ -48,10 +54,21 @@ class Host:
         """What makes a command run on this host."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """`kv_connector_extra_config` of an engine on this host."""
+        return {
+            "socket_dir": str(self._directory / self.name),
+            "tcp_address": self.data,
+            "tcp_secret_file": str(self._directory / "secret"),
+        }
+
     def run(self, *command: str) -> None:
+        """Run a command on this host, and wait for it."""
         run(*self.wrapper, *command)
 
     def close(self) -> None:
+        """Give the namespace up."""
         self._process.kill()
         self._process.wait()
 
@@ -60,9 +77,15 @@ class TwoHosts:
     """A context manager; the cable is whole at first."""
 
     def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="mc2-hosts-")
         self.hosts: list[Host] = []
         try:
-            self.hosts = [Host("a", 1), Host("b", 2)]
+            directory = Path(self._directory.name)
+            secret = directory / "secret"
+            secret.touch(mode=0o600)
+            secret.write_text(secrets.token_hex(32))
+            for index, name in enumerate("ab", 1):
+                self.hosts.append(Host(name, index, directory))
             a, b = self.hosts
             a.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(b.pid))
             for host in self.hosts:
@@ -79,6 +102,7 @@ class TwoHosts:
             host.run("ip", "link", "set", "cable", "down")
 
     def mend(self) -> None:
+        """As before the cut."""
         for host in self.hosts:
             host.run("ip", "link", "set", "cable", "up")
             host.run("ip", "addr", "replace", f"{host.data6}/64", "dev", "cable", "nodad")
@@ -96,8 +120,10 @@ class TwoHosts:
             )
 
     def close(self) -> None:
+        """End both hosts, and with them whatever still runs there only by its sockets."""
         for host in self.hosts:
             host.close()
+        self._directory.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -107,13 +133,7 @@ class TwoHosts:
 
 
 def run(*command: str) -> None:
+    """Run a command, or raise `PermissionError` with what it said."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PermissionError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def two_hosts_or_skip() -> TwoHosts:
-    try:
-        return TwoHosts()
-    except (PermissionError, FileNotFoundError) as error:
-        pytest.skip(f"network namespaces cannot be made here: {error}")
