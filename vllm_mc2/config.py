@@ -20,7 +20,7 @@ SUN_PATH_MAX_BYTES = 107
 SOCKET_NAME_BYTES = 22
 """A slash and our socket file names: 16 hex digits and ``.sock``."""
 
-SECRET_VARIABLE = "VLLM_MC2_TCP_SECRET"  # noqa: S105
+SECRET_VARIABLE = "MC2_TCP_SECRET"  # noqa: S105
 MIN_SECRET_BYTES = 16
 MAX_SECRET_CHARS = 4096
 
@@ -76,7 +76,7 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     tcp_secret_file: str | None = None
     """File with the secret that prefills and decodes of all hosts share, at least 16 characters (``openssl rand -hex 32``),
-    which only its owner may read. Else the environment's ``VLLM_MC2_TCP_SECRET``, else ``tcp_secret``; without a secret
+    which only its owner may read. Else the environment's ``MC2_TCP_SECRET``, else ``tcp_secret``; without a secret
     no peer on another host is talked to."""
 
     tcp_secret: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None

@@ -42,7 +42,7 @@ MUTANTS = {
         "connector/prefill.py", "        self._block_pool.touch(blocks)\n", "        blocks = []\n"
     ),
     "prefill keeps what a dead decode held": Mutant(
-        "connector/prefill.py", "            self.book.drop_ledger(", "            id("
+        "connector/prefill.py", "self.book.drop_ledger(ledger[0])", "id(ledger[0])"
     ),
     "decode keeps a dead prefill mapped": Mutant(
         "memory.py",

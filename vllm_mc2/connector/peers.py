@@ -87,7 +87,7 @@ class PeerTable:
         self._timeout_seconds = timeout_seconds
         self._peers: dict[str, Peer] = {}
         self._window = WindowAllocator(plan.window_base, plan.num_window, plan.granularity)
-        self._connected: queue.SimpleQueue[tuple[str, Connected | Exception]] = queue.SimpleQueue()
+        self._connected: queue.SimpleQueue[tuple[Peer, Connected | Exception]] = queue.SimpleQueue()
         self._map_orders: list[MapPeer] = []
         self._unmap_orders: list[int] = []
 
@@ -121,27 +121,28 @@ class PeerTable:
         peer = Peer(incarnation, self._next_key, time.monotonic() + self._timeout_seconds, address=address)
         self._next_key += 1
         self._peers[incarnation] = peer
-        threading.Thread(target=self._connect, args=(incarnation, address), name="mc2-connect", daemon=True).start()
+        threading.Thread(target=self._connect, args=(peer,), name="mc2-connect", daemon=True).start()
         return peer
 
-    def _connect(self, incarnation: str, address: TcpAddress | None) -> None:
+    def _connect(self, peer: Peer) -> None:
         """On its own thread, since a stopped peer answers late or never."""
         try:
-            self._connected.put((incarnation, self._dialer.dial(incarnation, address)))
+            self._connected.put((peer, self._dialer.dial(peer.incarnation, peer.address)))
         except (PeerUnreachableError, PeerRefusedError, ProtocolError, OSError) as error:
-            self._connected.put((incarnation, error))
+            self._connected.put((peer, error))
 
     @_locked
     def poll(self) -> None:
         """Take in what the handshake threads brought, give up on what is late, remove peers that are gone and unused."""
         while not self._connected.empty():
-            incarnation, outcome = self._connected.get()
-            peer = self._peers.get(incarnation)
+            peer, outcome = self._connected.get()
+            # A later attempt to reach the same engine is another peer.
+            is_awaited = self._peers.get(peer.incarnation) is peer and peer.state is PeerState.CONNECTING
             if isinstance(outcome, Exception):
-                if peer is not None and peer.state is PeerState.CONNECTING:
+                if is_awaited:
                     refused = isinstance(outcome, PeerRefusedError)
                     self._fail(peer, "peer_refused" if refused else "peer_unreachable", str(outcome))
-            elif peer is None or peer.state is not PeerState.CONNECTING:
+            elif not is_awaited:
                 outcome.close()
             else:
                 self._begin_mapping(peer, outcome)
@@ -150,8 +151,11 @@ class PeerTable:
             if peer.state in (PeerState.CONNECTING, PeerState.MAPPING) and now > peer.deadline:
                 self._fail(peer, "handshake_timeout", f"no answer in {self._timeout_seconds} s")
             elif peer.state is PeerState.READY and peer.is_gone():
-                # One on another host has nothing mapped here, and may be heard of again.
-                if peer.num_loans == 0 or peer.address is not None:
+                if peer.address is not None:
+                    # It has nothing mapped here, and may be heard of again.
+                    logger.info("prefill %s at %s is not heard of any more", peer.engine_id, peer.address)
+                    self._remove(peer)
+                elif peer.num_loans == 0:
                     logger.info("prefill %s is gone and nothing of it is in use: unmapped", peer.engine_id)
                     self._remove(peer)
 
@@ -232,10 +236,10 @@ class PeerTable:
                 peer.state = PeerState.READY
                 assert peer.session is not None
                 self._deathwatch.watch(peer.incarnation, peer.session)
-                where = f"mapped at {peer.base}" if peer.way == "attach" else "to be copied from"
+                what = f"mapped at {peer.base}" if peer.way == "attach" else "to be copied from"
                 if peer.address is not None:
-                    where = f"to be read from {peer.address.host}"
-                logger.info("attached prefill %s: %d blocks %s", peer.engine_id, peer.num_blocks, where)
+                    what = f"to be read from {peer.address}"
+                logger.info("met prefill %s: %d blocks %s", peer.engine_id, peer.num_blocks, what)
 
     @_locked
     def forget_failed(self) -> None:
@@ -326,7 +330,7 @@ class PeerTable:
         self._close(peer)
 
     def _fail(self, peer: Peer, reason: str, detail: str) -> None:
-        logger.warning("cannot attach prefill %s: %s (%s)", peer.engine_id or peer.incarnation, reason, detail)
+        logger.warning("cannot take over from prefill %s: %s (%s)", peer.engine_id or peer.incarnation, reason, detail)
         is_ordered = peer.state in (PeerState.MAPPING, PeerState.READY)
         peer.state = PeerState.FAILED
         peer.reason = reason

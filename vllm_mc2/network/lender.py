@@ -26,6 +26,9 @@ logger = logging.getLogger("vllm.mc2.network")
 VERDICT_SECONDS = 5.0
 """Prefill's scheduler decides in microseconds. Longer means that it has been stopped."""
 
+MAX_TABLE_BLOCKS = 250_000
+"""Of a lease; its block table goes into one message."""
+
 _FIRST_KEY = 1 << 32
 """Keys of sessions on this host are below."""
 
@@ -175,4 +178,9 @@ async def _claim(leases: PeerLeases, call: int, ticket: Ticket) -> Verdict:
         verdict = leases.poll(ticket.lease_id)
     if verdict == "dead":
         return Verdict(call, is_held=False)
-    return Verdict(call, is_held=True, block_ids=array("i", leases.block_ids(ticket.lease_id)).tobytes())
+    block_ids = leases.block_ids(ticket.lease_id)
+    if len(block_ids) > MAX_TABLE_BLOCKS:
+        leases.release(ticket.lease_id)
+        logger.warning("a lease of %d blocks does not fit a message, at most %d do", len(block_ids), MAX_TABLE_BLOCKS)
+        return Verdict(call, is_held=False)
+    return Verdict(call, is_held=True, block_ids=array("i", block_ids).tobytes())
