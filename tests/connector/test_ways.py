@@ -87,7 +87,7 @@ class Cell:
 CELLS = [
     Cell("grouped-query attention (Llama, Qwen3)", lambda: config((full(), 3)), "attach", REAL.format("shapes")),
     Cell("multi-head attention", lambda: config((full(heads=4), 3)), "attach", REAL.format("shapes")),
-    Cell("latent attention, MLA (DeepSeek)", lambda: config((latent(), 3)), "refused", CHECK),
+    Cell("latent attention, MLA (DeepSeek)", lambda: config((latent(), 3)), "refused", REAL.format("shapes")),
     Cell("blocks of 32 tokens", lambda: config((full(32), 2)), "attach", REAL.format("shapes")),
     Cell("blocks of 64 tokens", lambda: config((full(64), 2)), "attach", REAL.format("shapes")),
     Cell("blocks of 128 tokens", lambda: config((full(128), 2)), "attach", REAL.format("tokens")),
@@ -109,7 +109,7 @@ CELLS = [
         (ChunkedLocalAttentionSpec(
             block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, attention_chunk_size=64), 2)
     ), "refused", CHECK),
-    Cell("Mamba layers, alone or in a hybrid", lambda: config((mamba(), 2)), "refused", CHECK),
+    Cell("Mamba layers, alone or in a hybrid", lambda: config((mamba(), 2)), "refused", REAL.format("shapes")),
     Cell("groups with blocks of different sizes", lambda: config((full(16), 2), (full(32, heads=1), 2)), "refused", CHECK),
     Cell("speculative decoding, with or without a draft model", lambda: config((full(), 2)), "refused", CHECK,
          {"speculative_config": object()}),

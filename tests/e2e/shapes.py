@@ -43,8 +43,28 @@ def gemma3(transformers: Any) -> Any:
     )  # fmt: skip
 
 
+def deepseek(transformers: Any) -> Any:
+    """Latent attention (MLA). Of the sizes that vLLM has kernels for on a CPU; these want bfloat16."""
+    return transformers.DeepseekV2Config(
+        **COMMON, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        first_k_dense_replace=2, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=32,
+        v_head_dim=32, n_group=1, topk_group=1, head_dim=64,
+    )  # fmt: skip
+
+
+def falcon_h1(transformers: Any) -> Any:
+    """Attention and Mamba side by side in each layer."""
+    return transformers.FalconH1Config(
+        **COMMON, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16,
+        mamba_n_groups=1,
+    )  # fmt: skip
+
+
 SHAPES: dict[str, Callable[[Any], Any]] = {
-    "qwen3": qwen3, "multi-head": multi_head, "gemma3": gemma3,
+    "qwen3": qwen3, "multi-head": multi_head, "gemma3": gemma3, "deepseek": deepseek,
+    "falcon-h1": falcon_h1,
 }  # fmt: skip
 
 

@@ -89,6 +89,32 @@ def test_tokens_are_those_that_decode_computes_itself(pair: ShapePair, length: i
     assert (answer.report["way"], answer.report["reason"]) == (pair.shape.way, pair.shape.reason)
 
 
+def test_shapes_that_are_refused_say_so_and_serve(tmp_path: Path) -> None:
+    """Latent attention, and a Mamba hybrid. That gets no request: its first ends vLLM 0.32's CPU build, also without us."""
+    extra = {"socket_dir": str(tmp_path / "s")}
+    kinds = {"deepseek": "MLAAttentionSpec", "falcon-h1": "MambaSpec"}
+    servers = [
+        vllm_server(
+            f"{name}-refused", shapes.ensure(name, ROOT / "build" / "models" / "shapes"), max_model_len=1024,
+            kv_config=kv_transfer_config("kv_both", extra=extra), arguments=["--dtype", "bfloat16"], log_dir=LOG_DIR,
+        )
+        for name in kinds
+    ]  # fmt: skip
+    try:
+        for server, kind in zip(servers, kinds.values(), strict=True):
+            server.wait_ready()
+            assert f"hand-off is off: KV cache of kind {kind}: only FullAttentionSpec" in server.log_text()
+        body = {"model": "deepseek", "prompt": list(range(20, 200)), "max_tokens": 3, "ignore_eos": True}
+        body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = httpx.post(f"{servers[0].url}/v1/completions", json=body, timeout=100)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert answer.json().get("kv_transfer_params") is None
+    finally:
+        for server in servers:
+            server.close()
+
+
 def test_all_is_given_back(pair: ShapePair) -> None:
     for server in (pair.prefill, pair.decode):
         pair.rig.complete(server.url, [11, 12], 2)
