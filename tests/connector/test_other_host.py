@@ -455,12 +455,17 @@ def test_blocks_that_prefill_reuses_during_a_read_are_never_believed(
     assert finish(consumer, "r", "recompute", prompt)["reason"] == "pull_failed"
 
 
-def test_a_read_that_fails_ends_the_session_and_the_next_one_works(producer: RigEngine, consumer: RigEngine) -> None:
+@pytest.mark.parametrize(
+    "error", [TransportError("not today"), RuntimeError("from somebody else's engine"), KeyError()]
+)
+def test_a_read_that_fails_ends_the_session_and_the_next_one_works(
+    producer: RigEngine, consumer: RigEngine, error: Exception
+) -> None:
     hand_over(producer, consumer, "first")
     (key,) = sources(consumer)
 
     def fail() -> None:
-        raise TransportError("not today")
+        raise error
 
     meddle(consumer, before=fail)
     prompt = prompt_of(60, seed=4)

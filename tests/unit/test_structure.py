@@ -29,7 +29,7 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT = {"vllm": {"connector", "plugin", "bench"}, "torch": {"connector", "tensors", "bench"}}
 NATIVE_IMPORTERS = {"memory", "leases", "tensors", "bench"}
-BROAD_EXCEPTS = {"plugin.py": 1, "session.py": 1, "deathwatch.py": 1, "lender.py": 1}
+BROAD_EXCEPTS = {"plugin.py": 1, "session.py": 1, "deathwatch.py": 1, "lender.py": 1, "remote_pulling.py": 1}
 
 
 def module_of(path: Path) -> str:

@@ -129,13 +129,9 @@ class RemoteSource:
                 raise PeerUnreachableError(self._broken or "the peer is gone")
             for part in self._parts:
                 part.reader.read(pieces_of(part.strips, order.own_ids, order.peer_ids))
-        except (MC2Error, OSError) as error:
-            # Here, after the reader has given up, nothing is written any more.
-            self._results.add_failure(order)
-            logger.warning("request %s: its blocks could not be read: %s", order.request_id, error)
-            if not self._broken:
-                self._broken = str(error)
-                self._on_broken(self._broken)
+        except Exception as error:
+            # Thread border: vLLM waits for an answer to every order, whatever happens in somebody else's engine.
+            self._give_up(order, error)
             return
         assert order.ticket is not None
         if self._is_still_lent(order.ticket):
@@ -143,6 +139,17 @@ class RemoteSource:
         else:
             logger.warning("request %s: its lease ended while its blocks were read", order.request_id)
             self._results.add_failure(order)
+
+    def _give_up(self, order: PullOrder, error: Exception) -> None:
+        known = isinstance(error, MC2Error)
+        logger.warning("request %s: its blocks could not be read: %s", order.request_id, error, exc_info=not known)
+        for part in self._parts:
+            part.reader.close()
+        # From here on nothing is written any more.
+        self._results.add_failure(order)
+        if not self._broken:
+            self._broken = str(error) or type(error).__name__
+            self._on_broken(self._broken)
 
     def _is_still_lent(self, ticket: Ticket) -> bool:
         try:
