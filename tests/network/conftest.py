@@ -34,8 +34,8 @@ ANY_PORT = TcpAddress("127.0.0.1", 0)
 class Lender:
     """What a prefill is to decodes on other hosts."""
 
-    def __init__(self, address: TcpAddress = ANY_PORT, secret: bytes = SECRET) -> None:
-        self.book: LeaseBook[str] = LeaseBook(INCARNATION, 16, 8)
+    def __init__(self, address: TcpAddress = ANY_PORT, secret: bytes = SECRET, max_blocks: int = 8) -> None:
+        self.book: LeaseBook[str] = LeaseBook(INCARNATION, 16, max_blocks)
         self.hellos: list[Message] = []
         self.ledgers: dict[int, int] = {}
         self.server = RemoteServer(Listening(address, secret, SILENCE_SECONDS), self._on_hello, self._on_close)
@@ -53,7 +53,8 @@ class Lender:
         return Answer(welcome, (self.book.index_fd, ledger_fd))
 
     def _on_close(self, key: int) -> None:
-        self.book.drop_ledger(self.ledgers.pop(key))
+        self.book.drop_ledger(self.ledgers[key])
+        del self.ledgers[key]
 
     def close(self) -> None:
         self.server.close()

@@ -7,6 +7,7 @@ asks once more afterwards (:meth:`~vllm_mc2.network.borrower.RemoteSession.look_
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from array import array
@@ -81,14 +82,21 @@ class RemoteServer:
 
     async def _listen(self) -> asyncio.Server:
         host = resolve_own_address(self._listening.address.host)
-        return await asyncio.start_server(self._serve, host, self._listening.address.port)
+        return await asyncio.start_server(self._connected, host, self._listening.address.port)
 
     # --- one connection ---
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # This server closes: asyncio would report a cancelled connection as an error, and leave it open.
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await self._serve(reader, writer)
+            finally:
+                writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._num_pending >= MAX_PENDING or self._num_sessions >= MAX_SESSIONS:
             self.num_rejected += 1
-            writer.transport.abort()
             return
         self._num_pending += 1
         try:
@@ -122,7 +130,6 @@ class RemoteServer:
         if self.num_rejected & (self.num_rejected - 1) == 0:
             peer = writer.get_extra_info("peername")
             logger.warning("rejected a peer at %s (%d so far): %s", peer and peer[0], self.num_rejected, reason)
-        writer.close()
 
     async def _welcome(self, key: int, stream: SecureStream, hello: Message) -> None:
         try:

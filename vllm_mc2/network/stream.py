@@ -68,8 +68,10 @@ class SecureStream:
         """Send a frame as soon as the network takes it.
 
         Raises:
-            PeerUnreachableError: the peer does not take what was sent before.
+            PeerUnreachableError: the connection has ended, or the peer does not take what was sent before.
         """
+        if self._writer.transport.is_closing():
+            raise PeerUnreachableError(errno.ECONNRESET, "the connection has ended")
         payload = protocol.encode(message)
         self._writer.write(LENGTH.pack(len(payload)) + payload + frame_tag(self._send_key, self._num_sent, payload))
         self._num_sent += 1
