@@ -1,12 +1,14 @@
 """Prefill and decode that share no directory: control by TCP, blocks by Mooncake, over the loopback interface."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from tests.connector.outcome import finish
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
 from tests.network.conftest import needs_mooncake, wait_until
 from tests.network.relay import Relay
+from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError, TransportError
 from vllm_mc2.network.secret import address_proof
 from vllm_mc2.network.transport import Piece, Reader
@@ -332,6 +335,31 @@ def test_a_prefill_with_a_network_is_still_attached_to_on_its_own_host(
 def test_an_address_that_cannot_be_listened_on_stops_the_start(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="tcp_address"):
         make_engine("kv_producer", extra={**FAR, "tcp_address": "0.0.0.0"})
+
+
+def test_data_parallel_ranks_have_neighbouring_ports(make_engine: MakeEngine, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1] - 1
+    with mock.patch.object(compat, "data_parallel_rank", return_value=1):
+        producer = make_engine("kv_producer", extra={**FAR, "tcp_address": "127.0.0.1", "tcp_port": port})
+    assert prefill(producer, "r", prompt_of(40))["remote_port"] == port + 1
+
+
+def test_a_prefill_that_restarts_on_its_port_is_another(
+    make_engine: MakeEngine, consumer: RigEngine, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        near = {**FAR, "tcp_address": "127.0.0.1", "tcp_port": free.getsockname()[1]}
+    first = make_engine("kv_producer", extra=near)
+    hand_over(first, consumer, "first")
+    prompt = prompt_of(60, seed=4)
+    ticket = prefill(first, "old", prompt)
+    first.close()
+    second = make_engine("kv_producer", extra=near)
+    consumer.add("old", prompt, ticket)
+    reason = finish(consumer, "old", "recompute", prompt)["reason"]
+    assert reason in {"peer_gone", "peer_refused", "peer_unreachable"}
+    assert hand_over(second, consumer, "again", seed=9)["way"] == "pull"
 
 
 # --- a cable that is cut ---
