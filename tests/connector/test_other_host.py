@@ -365,6 +365,25 @@ def test_a_prefill_that_restarts_on_its_port_is_another(
 # --- a cable that is cut ---
 
 
+def meet(producer: RigEngine, consumer: RigEngine, relay: Relay) -> None:
+    """A first hand-over, so that the session is open when the next one begins."""
+    prompt = prompt_of(40, seed=1)
+    consumer.add("first", prompt, through(relay, prefill(producer, "first", prompt)))
+    assert report_of(consumer, "first", prompt)["way"] == "pull"
+    consumer.stats.clear()
+
+
+def lose_one_and_go_on(producer: RigEngine, consumer: RigEngine, relay: Relay, policy: str) -> None:
+    """The next request's blocks do not count; prefill takes them back; with a whole cable all is as before."""
+    prompt = prompt_of(40)
+    consumer.add("r", prompt, through(relay, prefill(producer, "r", prompt)))
+    assert finish(consumer, "r", policy, prompt)["reason"] == "pull_failed"
+    wait_until(lambda: num_leases(producer) == 0)
+    relay.mend()
+    assert hand_over(producer, consumer, "again", seed=3)["way"] == "pull"
+    assert_clean(producer, consumer)
+
+
 def test_cut_before_the_first_word(
     producer: RigEngine, make_consumer: Callable[..., RigEngine], relay: Relay, policy: str
 ) -> None:
@@ -381,14 +400,10 @@ def test_cut_while_the_claim_is_on_its_way(
     producer: RigEngine, make_consumer: Callable[..., RigEngine], relay: Relay, policy: str
 ) -> None:
     consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
-    first = prompt_of(40, seed=1)
-    consumer.add("first", first, through(relay, prefill(producer, "first", first)))
-    report_of(consumer, "first", first)
+    meet(producer, consumer, relay)
     relay.cut()
     prompt = prompt_of(40)
-    ticket = through(relay, prefill(producer, "r", prompt))
-    consumer.stats.clear()
-    consumer.add("r", prompt, ticket)
+    consumer.add("r", prompt, through(relay, prefill(producer, "r", prompt)))
     reason = finish(consumer, "r", policy, prompt)["reason"]
     assert reason in {"peer_gone", "peer_unreachable", "handshake_timeout"}
     relay.mend()
@@ -401,23 +416,14 @@ def test_cut_while_blocks_are_read(
 ) -> None:
     """Prefill takes its blocks back; decode believes nothing that came."""
     consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
-    first = prompt_of(40, seed=1)
-    consumer.add("first", first, through(relay, prefill(producer, "first", first)))
-    report_of(consumer, "first", first)
+    meet(producer, consumer, relay)
 
     def cut() -> None:
         relay.cut()
         raise TransportError("the cable is cut")
 
     meddle(consumer, before=cut)
-    prompt = prompt_of(40)
-    consumer.stats.clear()
-    consumer.add("r", prompt, through(relay, prefill(producer, "r", prompt)))
-    assert finish(consumer, "r", policy, prompt)["reason"] == "pull_failed"
-    wait_until(lambda: num_leases(producer) == 0)  # by silence
-    relay.mend()
-    assert hand_over(producer, consumer, "again", seed=3)["way"] == "pull"
-    assert_clean(producer, consumer)
+    lose_one_and_go_on(producer, consumer, relay, policy)
 
 
 def test_cut_after_the_read_and_before_it_is_believed(
@@ -425,18 +431,9 @@ def test_cut_after_the_read_and_before_it_is_believed(
 ) -> None:
     """All bytes are here. But nobody can say whether prefill's blocks were still the same, so they do not count."""
     consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
-    first = prompt_of(40, seed=1)
-    consumer.add("first", first, through(relay, prefill(producer, "first", first)))
-    report_of(consumer, "first", first)
+    meet(producer, consumer, relay)
     meddle(consumer, after=relay.cut)
-    prompt = prompt_of(40)
-    consumer.stats.clear()
-    consumer.add("r", prompt, through(relay, prefill(producer, "r", prompt)))
-    assert finish(consumer, "r", policy, prompt)["reason"] == "pull_failed"
-    wait_until(lambda: num_leases(producer) == 0)
-    relay.mend()
-    assert hand_over(producer, consumer, "again", seed=3)["way"] == "pull"
-    assert_clean(producer, consumer)
+    lose_one_and_go_on(producer, consumer, relay, policy)
 
 
 def test_cut_before_the_release_arrives(producer: RigEngine, consumer: RigEngine, relay: Relay) -> None:
@@ -464,9 +461,7 @@ def test_blocks_that_prefill_reuses_during_a_read_are_never_believed(
     producer: RigEngine, consumer: RigEngine, relay: Relay
 ) -> None:
     """The cut is over before the read is: prefill has taken its blocks back and filled them with another prompt."""
-    first = prompt_of(40, seed=1)
-    consumer.add("first", first, through(relay, prefill(producer, "first", first)))
-    report_of(consumer, "first", first)
+    meet(producer, consumer, relay)
 
     def lose_the_lease() -> None:
         relay.cut()
@@ -524,8 +519,10 @@ def test_sessions_that_come_and_go_leave_nothing(producer: RigEngine, consumer: 
         wait_until(lambda: not any(thread.name in threads for thread in threading.enumerate()))
         relay.close_connections()
         wait_until(lambda: not decodes_of(producer))
+        if number > 1:
+            # The last sockets close on other threads.
+            wait_until(lambda: all(now <= then for now, then in zip(footprint(), seen[1], strict=True)))
         seen.append(footprint())
-    assert seen[-1] == seen[1], seen
 
 
 def decodes_of(producer: RigEngine) -> dict[int, Any]:

@@ -3,8 +3,9 @@
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,20 @@ def footprint(server: Server) -> dict[str, int]:
 def processes_named(server: Server, part: str) -> list[psutil.Process]:
     """The server's processes whose title contains ``part`` (vLLM sets titles: EngineCore, Worker)."""
     return [process for process in server.processes() if part in " ".join(process.cmdline())]
+
+
+@contextmanager
+def ready(servers: Sequence[Server]) -> Iterator[None]:
+    """Wait until all answer; end them afterwards, whatever happens. They were started side by side."""
+    try:
+        for server in servers:
+            server.wait_ready()
+        yield
+    finally:
+        for server in servers:
+            server.request_stop()
+        for server in servers:
+            server.close()
 
 
 @pytest.fixture(scope="session")

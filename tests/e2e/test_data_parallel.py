@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.pair import Server, kv_transfer_config, vllm_server
-from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of, ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -29,13 +29,8 @@ def data_parallel(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
         )
         for role in ("kv_producer", "kv_consumer")
     ]
-    try:
-        for server in servers:
-            server.wait_ready()
+    with ready(servers):
         yield servers[0], servers[1]
-    finally:
-        for server in servers:
-            server.close()
 
 
 def test_d19_every_ticket_finds_its_engine(rig: Rig, data_parallel: tuple[Server, Server]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from examples.hosts import TwoHosts
 from examples.pair import Server, kv_transfer_config, vllm_server
-from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of, ready
 from tests.network.conftest import needs_mooncake
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), needs_mooncake]
@@ -60,27 +60,22 @@ def far(rig: Rig, tiny_model: Path) -> Iterator[FarPair]:
         hosts = TwoHosts()
     except (PermissionError, FileNotFoundError) as error:
         pytest.skip(f"network namespaces cannot be made here: {error}")
-    servers: list[Server] = []
     with hosts:
-        try:
-            for host, role in zip(hosts.hosts, ("kv_producer", "kv_consumer"), strict=True):
-                extra = {
-                    **host.settings,
-                    "tcp_timeout_seconds": TIMEOUT_SECONDS,
-                    "handshake_timeout_seconds": 3.0,
-                    "report_in_response": True,
-                }
-                server = vllm_server(
-                    f"far-{host.name}", tiny_model, kv_config=kv_transfer_config(role, extra=extra),  # type: ignore[arg-type]
-                    log_dir=LOG_DIR, host=host.admin, wrapper=host.wrapper,
-                )  # fmt: skip
-                servers.append(server)
-            for server in servers:
-                server.wait_ready()
+        servers = []
+        for host, role in zip(hosts.hosts, ("kv_producer", "kv_consumer"), strict=True):
+            extra = {
+                **host.settings,
+                "tcp_timeout_seconds": TIMEOUT_SECONDS,
+                "handshake_timeout_seconds": 3.0,
+                "report_in_response": True,
+            }
+            server = vllm_server(
+                f"far-{host.name}", tiny_model, kv_config=kv_transfer_config(role, extra=extra),  # type: ignore[arg-type]
+                log_dir=LOG_DIR, host=host.admin, wrapper=host.wrapper,
+            )  # fmt: skip
+            servers.append(server)
+        with ready(servers):
             yield FarPair(rig, hosts, *servers)
-        finally:
-            for server in servers:
-                server.close()
 
 
 @pytest.mark.parametrize("length", [1, 128, 129, 700, LONG])

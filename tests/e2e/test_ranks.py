@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.pair import Server, kv_transfer_config, vllm_server
-from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of, ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -27,13 +27,8 @@ def two_ranks(rig: Rig, tiny_model: Path) -> Iterator[tuple[Server, Server]]:
         vllm_server(name, tiny_model, kv_config=config, arguments=size, log_dir=LOG_DIR)
         for name, config in configs.items()
     ]
-    try:
-        for server in servers:
-            server.wait_ready()
+    with ready(servers):
         yield servers[0], servers[1]
-    finally:
-        for server in servers:
-            server.close()
 
 
 def hand_over(rig: Rig, prefill: Server, decode: Server, prompt: list[int]) -> Answer:

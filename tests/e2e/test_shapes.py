@@ -9,7 +9,7 @@ import pytest
 
 from examples.pair import ROOT, Server, kv_transfer_config, vllm_server
 from tests.e2e import shapes
-from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, Rig, prompt_of, ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -65,16 +65,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         )
         for role in ("kv_producer", "kv_consumer")
     ]  # fmt: skip
-    try:
-        for server in servers:
-            server.wait_ready()
-        with httpx.Client(timeout=300, trust_env=False) as client:
-            nobody = servers[0]
-            rig = Rig(model.name, Path(extra["socket_dir"]), *servers, nobody, nobody, nobody, nobody, client)  # type: ignore[arg-type]
-            yield ShapePair(shape, rig, *servers)
-    finally:
-        for server in servers:
-            server.close()
+    with ready(servers), httpx.Client(timeout=300, trust_env=False) as client:
+        nobody = servers[0]
+        rig = Rig(model.name, Path(extra["socket_dir"]), *servers, nobody, nobody, nobody, nobody, client)  # type: ignore[arg-type]
+        yield ShapePair(shape, rig, *servers)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -100,9 +94,8 @@ def test_shapes_that_are_refused_say_so_and_serve(tmp_path: Path) -> None:
         )
         for name in kinds
     ]  # fmt: skip
-    try:
+    with ready(servers):
         for server, kind in zip(servers, kinds.values(), strict=True):
-            server.wait_ready()
             assert f"hand-off is off: KV cache of kind {kind}: only FullAttentionSpec" in server.log_text()
         body = {"model": "deepseek", "prompt": list(range(20, 200)), "max_tokens": 3, "ignore_eos": True}
         body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -110,9 +103,6 @@ def test_shapes_that_are_refused_say_so_and_serve(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 3
         assert answer.json().get("kv_transfer_params") is None
-    finally:
-        for server in servers:
-            server.close()
 
 
 def test_all_is_given_back(pair: ShapePair) -> None:
