@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,17 @@ def test_right_tokens_from_another_host(far: FarPair, length: int) -> None:
     report = far.hand_over(prompt_of(length, seed=9500 + length)).report
     assert (report["way"], report["reason"]) == ("pull", "other_host")
     assert report["kv_bytes_copied"] == -(-(length - 1) // 128) * 128 * 1024
+    far.wait_until(far.is_clean)
+
+
+def test_eight_at_once_from_another_host(far: FarPair) -> None:
+    prompts = [prompt_of(60 + 150 * number, seed=9550 + number) for number in range(8)]
+    for prompt in prompts:
+        far.rig.expected(prompt)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        tickets = list(pool.map(lambda prompt: far.rig.ticket(prompt, far.prefill), prompts))
+        answers = list(pool.map(far.hand_over, prompts, tickets))
+    assert {answer.report["way"] for answer in answers} == {"pull"}
     far.wait_until(far.is_clean)
 
 
