@@ -17,7 +17,6 @@ from typing import Any, Self
 
 ADMIN_NET = "10.231"
 DATA = ("10.232.0.1", "10.232.0.2")
-DATA6 = ("fd32::1", "fd32::2")
 
 
 class Host:
@@ -26,19 +25,25 @@ class Host:
     def __init__(self, name: str, index: int, directory: Path) -> None:
         self.name = name
         self._directory = directory
+        self.admin, self.data = f"{ADMIN_NET}.{index}.2", DATA[index - 1]
         self._process = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
+        try:
+            self._connect(index)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, index: int) -> None:
+        """To where we are, once the namespace is there."""
         own = Path("/proc/self/ns/net").readlink()
         deadline = time.monotonic() + 10
         while Path(f"/proc/{self._process.pid}/ns/net").readlink() == own:
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self.close()
                 raise PermissionError("no network namespace can be made here")
             time.sleep(0.01)
-        self.admin, gateway = f"{ADMIN_NET}.{index}.2", f"{ADMIN_NET}.{index}.1"
-        self.data, self.data6 = DATA[index - 1], DATA6[index - 1]
         link = f"mc2-{os.getpid() % 100_000}-{index}"
         run("ip", "link", "add", link, "type", "veth", "peer", "name", "admin", "netns", str(self.pid))
-        run("ip", "addr", "add", f"{gateway}/30", "dev", link)
+        run("ip", "addr", "add", f"{ADMIN_NET}.{index}.1/30", "dev", link)
         run("ip", "link", "set", link, "up")
         self.run("ip", "addr", "add", f"{self.admin}/30", "dev", "admin")
         for device in ("lo", "admin"):
@@ -90,7 +95,6 @@ class TwoHosts:
             a.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(b.pid))
             for host in self.hosts:
                 host.run("ip", "addr", "add", f"{host.data}/24", "dev", "cable")
-                host.run("ip", "addr", "add", f"{host.data6}/64", "dev", "cable", "nodad")
                 host.run("ip", "link", "set", "cable", "up")
         except BaseException:
             self.close()
@@ -105,7 +109,6 @@ class TwoHosts:
         """As before the cut."""
         for host in self.hosts:
             host.run("ip", "link", "set", "cable", "up")
-            host.run("ip", "addr", "replace", f"{host.data6}/64", "dev", "cable", "nodad")
 
     def slow_down(self, megabits_per_second: int) -> None:
         """Of what prefill's host sends; 0 for as fast as it goes."""

@@ -104,10 +104,10 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         else:
             path = Path(self.socket_dir)
         if not path.is_absolute():
-            raise ConfigError(_message("socket_dir", str(path), "an absolute path"))
+            raise ConfigError(wrong_value("socket_dir", str(path), "an absolute path"))
         longest = SUN_PATH_MAX_BYTES - SOCKET_NAME_BYTES
         if len(os.fsencode(path)) > longest:
-            raise ConfigError(_message("socket_dir", str(path), f"a path of at most {longest} bytes"))
+            raise ConfigError(wrong_value("socket_dir", str(path), f"a path of at most {longest} bytes"))
         return path
 
     def resolve_tcp_secret(self) -> bytes | None:
@@ -136,10 +136,11 @@ def _read_secret(path: Path) -> str:
         with path.open() as file:
             return file.read(MAX_SECRET_CHARS)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(_message("tcp_secret_file", str(path), f"a readable file of text ({error})")) from error
+        raise ConfigError(wrong_value("tcp_secret_file", str(path), f"a readable file of text ({error})")) from error
 
 
-def _message(key: str, value: object, allowed: str) -> str:
+def wrong_value(key: str, value: object, allowed: str) -> str:
+    """What a :class:`ConfigError` says of a key."""
     shown = "(not shown)" if key == "tcp_secret" else repr(value)
     return f"kv_connector_extra_config.{key} = {shown}: expected {allowed}"
 
@@ -172,13 +173,13 @@ def parse_config(extra: Mapping[str, object]) -> MC2Config:
     known = {field.encode_name for field in msgspec.structs.fields(MC2Config)}
     for key in extra:
         if key not in known:
-            raise ConfigError(_message(key, extra[key], f"no such key; known keys: {', '.join(sorted(known))}"))
+            raise ConfigError(wrong_value(key, extra[key], f"no such key; known keys: {', '.join(sorted(known))}"))
     for key, value in extra.items():
         # One key at a time, so that the message can name the key and its value.
         try:
             msgspec.convert({key: value}, MC2Config, strict=True)
         except msgspec.ValidationError:
-            raise ConfigError(_message(key, value, allowed(key))) from None
+            raise ConfigError(wrong_value(key, value, allowed(key))) from None
     config = msgspec.convert(dict(extra), MC2Config, strict=True)
     config.resolve_socket_dir()
     config.resolve_tcp_secret()

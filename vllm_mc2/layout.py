@@ -140,6 +140,15 @@ class HeadSlice(msgspec.Struct, frozen=True, kw_only=True):
             )
         return num_bytes
 
+    def cut(self, own_block_bytes: int, peer_block_bytes: int) -> tuple[int, int, int]:
+        """``(offset in our block, offset in the peer's, bytes)`` of the slice.
+
+        Raises:
+            LayoutError: the two blocks do not hold the same heads.
+        """
+        num_bytes = self.num_bytes(own_block_bytes, peer_block_bytes)
+        return self.own_index * num_bytes, self.peer_index * num_bytes, num_bytes
+
 
 def head_slices(own_rank: int, own_size: int, peer_size: int) -> list[HeadSlice]:
     """Which slices make up the blocks of ``own_rank``, of ``own_size`` ranks, when the peer has ``peer_size`` ranks.

@@ -141,8 +141,7 @@ class WorkerMemory:
             raise LayoutError("the peer's layers are not ours")
         strips = []
         for region, mine in zip(self.plan.regions, own, strict=True):
-            num_bytes = part.num_bytes(mine.block_bytes, region.block_bytes)
-            own_offset, peer_offset = part.own_index * num_bytes, part.peer_index * num_bytes
+            own_offset, peer_offset, num_bytes = part.cut(mine.block_bytes, region.block_bytes)
             source = self.plan.block_offset(region, base) + peer_offset
             strips.append((mine.data, own_offset, mine.block_bytes, source, region.block_bytes, num_bytes))
         return BlockCopier(self._range, strips, num_own_blocks, layout.num_blocks)

@@ -40,12 +40,12 @@ receiver, on its own copy.
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from vllm_mc2.errors import ProtocolError, TicketError
+from vllm_mc2.errors import PeerRefusedError, ProtocolError, TicketError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
@@ -286,6 +286,7 @@ Message = (
     | WorkerReport
     | Refusal
 )
+M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -313,6 +314,20 @@ def decode(payload: bytes) -> Message:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
+
+
+def expect(message: Message, expected: type[M]) -> M:
+    """The answer to a hello, if it is of the type that was expected.
+
+    Raises:
+        PeerRefusedError: it is a refusal.
+        ProtocolError: it is anything else.
+    """
+    if isinstance(message, Refusal):
+        raise PeerRefusedError(message.field, message.yours, message.theirs)
+    if not isinstance(message, expected):
+        raise ProtocolError(f"answer {type(message).__name__}, expected {expected.__name__}")
+    return message
 
 
 def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:

@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeVar
 
 from vllm_mc2 import protocol
 from vllm_mc2.channel import LENGTH, Channel, DeathWatch, close_all, first_frame, open_peer_pidfd, socket_path
-from vllm_mc2.errors import ConfigError, PeerRefusedError, PeerUnreachableError, ProtocolError
-from vllm_mc2.protocol import MAX_FRAME_BYTES, Message, Refusal
+from vllm_mc2.errors import ConfigError, PeerUnreachableError, ProtocolError
+from vllm_mc2.protocol import MAX_FRAME_BYTES, Message
 
 logger = logging.getLogger("vllm.mc2.session")
 
@@ -306,13 +306,10 @@ def open_session(
         except OSError as error:
             raise PeerUnreachableError(error.errno, f"peer did not take the hello: {error}") from error
         message, fds = channel.receive(timeout_seconds)
-        if isinstance(message, Refusal):
-            raise PeerRefusedError(message.field, message.yours, message.theirs)
-        if not isinstance(message, expected) or len(fds) != num_fds:
-            raise ProtocolError(
-                f"answer {type(message).__name__} with {len(fds)} descriptors, expected {expected.__name__}"
-            )
-        return message, fds, Session(channel)
+        answer = protocol.expect(message, expected)
+        if len(fds) != num_fds:
+            raise ProtocolError(f"answer {expected.__name__} with {len(fds)} descriptors, expected {num_fds}")
+        return answer, fds, Session(channel)
     except BaseException:
         close_all(fds)
         channel.close()

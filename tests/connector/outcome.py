@@ -1,4 +1,4 @@
-"""What becomes of a request whose ticket cannot be used."""
+"""What becomes of a request: one that is handed over, and one whose ticket cannot be used."""
 
 from typing import Any
 
@@ -25,3 +25,20 @@ def finish(consumer: RigEngine, request_id: str, policy: str, prompt: list[int])
     assert report["way"] == {"recompute": "recompute", "fail": "failed"}[policy]
     assert report["blocks_attached"] == 0
     return report
+
+
+def report_of(consumer: RigEngine, request_id: str, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
+    """Run to the end; checks the tokens."""
+    consumer.run()
+    tokens, _, answer = consumer.finished[request_id]
+    assert tokens == expected_tokens(prompt, max_tokens)
+    assert answer is not None
+    report: dict[str, Any] = answer["mc2"]
+    return report
+
+
+def num_leases(producer: RigEngine) -> int:
+    """Those that have not ended."""
+    half: Any = producer.connector._prefill
+    half.reap()
+    return len(half.book)

@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from tests.connector.outcome import finish
+from tests.connector.outcome import finish, num_leases, report_of
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
 from tests.network.conftest import needs_mooncake, wait_until
 from tests.network.relay import Relay
@@ -98,25 +98,10 @@ def meddle(consumer: RigEngine, before: Callable[[], None] = nothing, after: Cal
     source._parts = [part._replace(reader=Meddling(part.reader, before, after)) for part in source._parts]
 
 
-def num_leases(producer: RigEngine) -> int:
-    half: Any = producer.connector._prefill
-    half.reap()
-    return len(half.book)
-
-
 def hand_over(producer: RigEngine, consumer: RigEngine, name: str, seed: int = 0) -> dict[str, Any]:
     prompt = prompt_of(50, seed=seed)
     consumer.add(name, prompt, prefill(producer, name, prompt))
     return report_of(consumer, name, prompt)
-
-
-def report_of(consumer: RigEngine, request_id: str, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
-    consumer.run()
-    tokens, _, answer = consumer.finished[request_id]
-    assert tokens == expected_tokens(prompt, max_tokens)
-    assert answer is not None
-    report: dict[str, Any] = answer["mc2"]
-    return report
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 200])

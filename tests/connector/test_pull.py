@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from tests.connector.outcome import finish
+from tests.connector.outcome import finish, num_leases, report_of
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
 from vllm_mc2.connector import compat
 
@@ -20,22 +20,6 @@ def puller(make_engine: MakeEngine) -> RigEngine:
 @pytest.fixture
 def producer(make_engine: MakeEngine) -> RigEngine:
     return make_engine("kv_producer")
-
-
-def report_of(consumer: RigEngine, request_id: str, prompt: list[int], max_tokens: int = 4) -> dict[str, Any]:
-    """Run to the end; checks the tokens."""
-    consumer.run()
-    tokens, _, answer = consumer.finished[request_id]
-    assert tokens == expected_tokens(prompt, max_tokens)
-    assert answer is not None
-    report: dict[str, Any] = answer["mc2"]
-    return report
-
-
-def num_leases(producer: RigEngine) -> int:
-    half: Any = producer.connector._prefill
-    half.reap()
-    return len(half.book)
 
 
 def block_bytes(consumer: RigEngine) -> int:

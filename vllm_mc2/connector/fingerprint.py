@@ -1,12 +1,15 @@
 """Whatever changes the bytes of a block, by name: what two engines compare before one uses the other's blocks."""
 
+import logging
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_mc2.connector import compat
-from vllm_mc2.protocol import PROTOCOL_VERSION, WorkerHello, first_difference
+from vllm_mc2.protocol import PROTOCOL_VERSION, Refusal, WorkerHello, first_difference
+
+logger = logging.getLogger("vllm.mc2.fingerprint")
 
 
 def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_identity: str | None) -> dict[str, str]:
@@ -47,8 +50,8 @@ OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes")
 """What of a fingerprint depends on the number of ranks."""
 
 
-def difference(own: dict[str, str], rank: int, hello: WorkerHello) -> tuple[str, str, str] | None:
-    """``(field, here, there)`` in which a decode's worker differs from our worker ``rank``, of which ``own`` is, or None."""
+def refusal(own: dict[str, str], rank: int, hello: WorkerHello) -> Refusal | None:
+    """Names the field in which a decode's worker differs from our worker ``rank``, of which ``own`` is; None if they fit."""
     mine = {**own, "protocol": str(PROTOCOL_VERSION), "rank": str(rank)}
     theirs = {**hello.fingerprint, "protocol": str(hello.protocol), "rank": str(hello.rank)}
     if hello.way == "pull":
@@ -56,4 +59,9 @@ def difference(own: dict[str, str], rank: int, hello: WorkerHello) -> tuple[str,
         for name in OF_A_RANK:
             mine.pop(name, None)
             theirs.pop(name, None)
-    return first_difference(mine, theirs)
+    different = first_difference(mine, theirs)
+    if different is None:
+        return None
+    field, here, there = different
+    logger.warning("refused a decode: %s differs (here %r, there %r)", field, here, there)
+    return Refusal(field[:4096], there[:4096], here[:4096])

@@ -1,15 +1,12 @@
 """What prefill's scheduler tells decodes on other hosts."""
 
-import logging
 from collections.abc import Callable, Sequence
 
-from vllm_mc2.connector.fingerprint import difference
+from vllm_mc2.connector.fingerprint import refusal
 from vllm_mc2.connector.metadata import MC2Handshake
 from vllm_mc2.network.lender import Listening, RemoteServer
 from vllm_mc2.protocol import Message, Refusal, RemoteGrant, TcpAddress, WorkerHello
 from vllm_mc2.session import Answer
-
-logger = logging.getLogger("vllm.mc2.prefill")
 
 
 class RemotePrefill:
@@ -35,12 +32,7 @@ class RemotePrefill:
         worker = self._workers.get(hello.rank)
         if worker is None or worker.remote is None:
             return Refusal("rank", str(hello.rank), f"one of {sorted(self._workers)}")
-        different = difference(worker.fingerprint, hello.rank, hello)
-        if different is None:
-            return worker.remote
-        field, here, there = different
-        logger.warning("refused a decode on another host: %s differs (here %r, there %r)", field, here, there)
-        return Refusal(field[:4096], there[:4096], here[:4096])
+        return refusal(worker.fingerprint, hello.rank, hello) or worker.remote
 
     def close(self) -> None:
         """Stop listening, and end every session."""

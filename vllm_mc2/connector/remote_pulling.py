@@ -55,9 +55,8 @@ def strips_of(own: Sequence[OwnRegion], grant: RemoteGrant, part: HeadSlice) -> 
         raise LayoutError("the peer's layers are not ours")
     strips = []
     for mine, region, address in zip(own, theirs, grant.addresses, strict=True):
-        num_bytes = part.num_bytes(mine.block_bytes, region.block_bytes)
-        own_address = mine.address + part.own_index * num_bytes
-        peer_address = address + part.peer_index * num_bytes
+        own_offset, peer_offset, num_bytes = part.cut(mine.block_bytes, region.block_bytes)
+        own_address, peer_address = mine.address + own_offset, address + peer_offset
         strips.append(RemoteStrip(own_address, mine.block_bytes, peer_address, region.block_bytes, num_bytes))
     return strips
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_mc2.channel import close_all, socket_path
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
-from vllm_mc2.connector.fingerprint import difference, fingerprint
+from vllm_mc2.connector.fingerprint import fingerprint, refusal
 from vllm_mc2.connector.inspecting import answer_for_worker
 from vllm_mc2.connector.metadata import MapPeer, MapResult, MC2Handshake, MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.pulling import Puller, PullResults, PullSource
@@ -233,11 +233,9 @@ class WorkerHalf:
     def _grant(self, hello: WorkerHello) -> Answer:
         if self._memory is None or self._memory.pool_fd is None:
             return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
-        different = difference(self._fingerprint, self._rank, hello)
-        if different is not None:
-            field, here, there = different
-            logger.warning("refused a decode: %s differs (here %r, there %r)", field, here, there)
-            return Answer(Refusal(field[:4096], there[:4096], here[:4096]), keep_open=False)
+        refused = refusal(self._fingerprint, self._rank, hello)
+        if refused is not None:
+            return Answer(refused, keep_open=False)
         return Answer(PoolGrant(self._memory.layout), (self._memory.pool_fd,), keep_open=False)
 
     # --- each step ---

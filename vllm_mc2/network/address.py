@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 
+from vllm_mc2.config import wrong_value
 from vllm_mc2.errors import ConfigError
 
 
@@ -15,18 +16,11 @@ def resolve_own_address(name: str) -> str:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(_message(name, f"an address or name of this host ({error})")) from error
+        raise ConfigError(wrong_value("tcp_address", name, f"an address or name of this host ({error})")) from error
     host = str(found[0][4][0])
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified or address.is_multicast:
-        raise ConfigError(_message(name, "one address of this host, not a wildcard: tickets name it to other hosts"))
+        raise ConfigError(
+            wrong_value("tcp_address", name, "one address of this host, not a wildcard: tickets name it to other hosts")
+        )
     return host
-
-
-def segment_name(host: str, port: int) -> str:
-    """As transfer engines write it."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _message(name: str, allowed: str) -> str:
-    return f"kv_connector_extra_config.tcp_address = {name!r}: expected {allowed}"

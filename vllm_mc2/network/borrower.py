@@ -15,11 +15,11 @@ from array import array
 from collections import deque
 from typing import Literal, TypeVar
 
-from vllm_mc2.errors import PeerRefusedError, PeerUnreachableError, ProtocolError
+from vllm_mc2.errors import PeerUnreachableError, ProtocolError
 from vllm_mc2.leases import LeaseId, LeaseOffer
 from vllm_mc2.network.loop import LoopThread
 from vllm_mc2.network.stream import SecureStream
-from vllm_mc2.protocol import Claim, LookUp, Message, Offered, Refusal, Release, TcpAddress, Ticket, Verdict
+from vllm_mc2.protocol import Claim, LookUp, Message, Offered, Release, TcpAddress, Ticket, Verdict, expect
 
 T = TypeVar("T", bound=Message)
 Answered = Offered | Verdict
@@ -140,12 +140,7 @@ def open_remote_session(
                 stream = await SecureStream.connect(address, secret, silence_seconds)
                 try:
                     stream.send(hello)
-                    answer = await stream.receive()
-                    if isinstance(answer, Refusal):
-                        raise PeerRefusedError(answer.field, answer.yours, answer.theirs)
-                    if not isinstance(answer, expected):
-                        raise ProtocolError(f"{type(answer).__name__}, expected {expected.__name__}")
-                    return answer, RemoteSession(loop, stream)
+                    return expect(await stream.receive(), expected), RemoteSession(loop, stream)
                 except BaseException:
                     stream.close()
                     raise

@@ -166,9 +166,7 @@ class RemoteServer:
 
 def _look_up(leases: PeerLeases, call: int, ticket: Ticket) -> Offered:
     offer = leases.look_up(ticket)
-    if offer is None:
-        return Offered(call)
-    return Offered(call, offer.digest, offer.num_tokens, offer.num_blocks, offer.is_copy_wanted)
+    return Offered(call) if offer is None else Offered(call, *offer)
 
 
 async def _claim(leases: PeerLeases, call: int, ticket: Ticket) -> Verdict:

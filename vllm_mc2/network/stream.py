@@ -176,11 +176,7 @@ async def _greeting(reader: asyncio.StreamReader, expected: type[M]) -> M:
         message = protocol.decode(await _read_payload(reader, MAX_GREETING_BYTES))
     except (asyncio.IncompleteReadError, OSError) as error:
         raise PeerUnreachableError(errno.ECONNRESET, f"the connection has ended: {error}") from error
-    if isinstance(message, Refusal):
-        raise PeerRefusedError(message.field, message.yours, message.theirs)
-    if not isinstance(message, expected):
-        raise ProtocolError(f"{type(message).__name__}, expected {expected.__name__}")
-    return message
+    return protocol.expect(message, expected)
 
 
 async def _read_payload(reader: asyncio.StreamReader, max_bytes: int) -> bytes:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from vllm_mc2.errors import TransportError
-from vllm_mc2.network.address import segment_name
+from vllm_mc2.protocol import TcpAddress
 
 logger = logging.getLogger("vllm.mc2.transport")
 
@@ -121,7 +121,7 @@ class MooncakeTransport:
     def share(self, spans: Iterable[Span], host: str) -> str:
         """See :meth:`Transport.share`."""
         self._shared = _new_engine(host, spans)
-        return segment_name(host, self._shared.get_rpc_port())
+        return str(TcpAddress(host, self._shared.get_rpc_port()))
 
     def open_reader(self, segment: str, spans: Iterable[Span], host: str) -> "MooncakeReader":
         """See :meth:`Transport.open_reader`."""
