@@ -1,4 +1,4 @@
-"""Native core: shared memory pools, address ranges and the lease protocol.
+"""Native core: shared memory pools, address ranges, the lease protocol, and device memory of Ascend NPUs.
 
 Errors: the operating system's refusals are `OSError` with `errno` and a message that names the call and the sizes;
 misuse and hostile input are `ValueError`. Offsets and sizes are multiples of the page size (4096, or `HUGE_PAGE_BYTES`
@@ -9,6 +9,13 @@ from types import TracebackType
 from typing import Final, Literal, Self, final
 
 from typing_extensions import Buffer
+
+_Segment = tuple[
+    str,  # kind: "handle_v2", "fabric", "handle_v1" or "ipc_key"
+    int,  # address in the exporter
+    int,  # bytes
+    bytes,  # the handle: 8, 128, 8 or 65 bytes
+]
 
 _LeaseRow = tuple[
     int,  # slot
@@ -245,6 +252,178 @@ class LeaseReader:
         """Undo one held claim; `ValueError` when none is held."""
     def close(self) -> None:
         """Unmap. Does not release what is held. Idempotent. Other calls raise `ValueError` afterwards."""
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+class AclError(RuntimeError):
+    """A call to ACL failed: `aclrtMapMem: error 107000 (PARAM_INVALID): ` and the driver's own text."""
+
+    call: str
+    code: int
+
+class AclNotSupportedError(AclError):
+    """This libascendcl does not have the call, or the driver cannot do it (207000)."""
+
+@final
+class Acl:
+    """libascendcl.so, loaded. Any thread may call. ACL is never finalised and the library never unloaded.
+
+    `OSError` when it cannot be loaded, or lacks a function that every supported release has (the message names it).
+    What the library cannot tell is None; every other failure is `AclError`.
+    """
+
+    def __init__(self, path: str = "libascendcl.so") -> None: ...
+    def has(self, name: str) -> bool:
+        """Whether the library has this symbol."""
+    def initialize(self) -> None:
+        """Initialise ACL, unless somebody in the process has done it already."""
+    def num_devices(self) -> int: ...
+    def set_device(self, device: int) -> None:
+        """Choose the calling thread's device. All classes here do so by themselves, in every call that needs one."""
+    def bare_tgid(self) -> int:
+        """This process's id outside of any container, as `DeviceExport.admit` wants it. `AclNotSupportedError`."""
+    def device_info(self, device: int, attribute: int) -> int | None: ...
+    def topology(self, device: int, other: int) -> int | None: ...
+    def physical_device(self, device: int) -> int | None: ...
+    def can_access_peer(self, device: int, other: int) -> bool | None: ...
+    def soc_name(self) -> str | None: ...
+    def version(self, package: str) -> str | None:
+        """Version of a part of CANN, `"runtime"` or `"driver"` for instance."""
+
+@final
+class DeviceExport:
+    """What this process lets others map of one device's memory; keeps that memory until `close()`.
+
+    Nobody can map anything before `admit` has named them. ACL exports a block once: neither two objects nor torch_npu and
+    an object may export the same memory. Any thread may call; one call at a time goes through. `AclError` when ACL refuses.
+    """
+
+    def __init__(self, acl: Acl, device: int) -> None: ...
+    def add_allocation(self, address: int, num_bytes: int, *, fabric: bool = False) -> list[_Segment]:
+        """Export the physical blocks that the bytes lie in, in address order; all or nothing.
+
+        A block that was answered before is answered again. `fabric`: for other servers of a SuperPoD. After a failure the
+        call can be repeated; what ACL had exported by then stays retained, because it is not exported twice.
+        `AclNotSupportedError` below CANN 9.0 or with an old driver.
+        """
+    def add_key(self, address: int, num_bytes: int) -> _Segment:
+        """Export the memory of one `aclrtMalloc`, from its beginning. `AclNotSupportedError` below CANN 8.3."""
+    def admit(self, pid: int) -> None:
+        """Let a process (its `bare_tgid()`) map all that is here, and all that is added later. Cannot be taken back."""
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def close(self) -> None:
+        """Close the keys, let the memory go. Importers close first. Idempotent; `ValueError` from other calls afterwards.
+
+        Does all it can; when ACL refuses something it raises, and another `close()` tries that again.
+        """
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class DeviceImport:
+    """A peer's segments, mapped for one device of this process. Any thread may call.
+
+    Handles that follow each other in the exporter's addresses do so here too. `ValueError` for segments that cannot be
+    right (they come from a peer), `AclError` when ACL refuses one; nothing is mapped then. The size of an `ipc_key` is
+    believed: ACL does not tell it.
+    """
+
+    def __init__(self, acl: Acl, device: int, segments: list[_Segment]) -> None: ...
+    def translate(self, address: int, num_bytes: int) -> int:
+        """The exporter's address as ours. `ValueError` unless all the bytes are mapped in one piece."""
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_mappings(self) -> int:
+        """Pieces that are contiguous on both sides."""
+    def close(self) -> None:
+        """Unmap, once no copy is running; a `DeviceCopier` keeps the mapping until it is closed too. Idempotent.
+
+        Does all it can; when ACL refuses something it raises, and another `close()` tries that again. `ValueError` from
+        other calls afterwards.
+        """
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class DeviceCopier:
+    """Copies a peer's blocks into own device memory, by the copy engines, over several streams of its own: pull.
+
+    A strip is `(own address of block 0, own stride, the exporter's address of its block 0, its stride, bytes per block)`.
+    Own memory is believed and must stay; `ValueError` when the peer's blocks are not all mapped. Any thread may call; one
+    copy at a time goes through.
+    """
+
+    def __init__(
+        self,
+        acl: Acl,
+        device: int,
+        source: DeviceImport,
+        strips: list[tuple[int, int, int, int, int]],
+        num_dst_blocks: int,
+        num_src_blocks: int,
+        num_streams: int = 4,
+    ) -> None: ...
+    @property
+    def bytes_per_block(self) -> int:
+        """Over all strips."""
+    def copy(
+        self, dst_ids: list[int], src_ids: list[int], num_threads: int = 1, *, timeout_seconds: float = 30.0
+    ) -> int:
+        """Copy block `src_ids[i]` to `dst_ids[i]`, for all i, and wait; the number of bytes. `num_threads` enqueue.
+
+        `ValueError` for an id out of range or a place named twice, before a byte moves. `AclError` when ACL refuses or the
+        time is over: the places are half written, and nothing writes them any more. Should not even that be certain, the
+        text says so, and further calls raise until it is.
+        """
+    def close(self) -> None:
+        """Give back the streams and the mapping. Idempotent; `copy` raises `ValueError` afterwards. As `DeviceImport.close`."""
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class AddressProbe:
+    """Own memory and a peer's in one reserved range, which ACL documents as impossible: `AclError` where it is.
+
+    Own memory of `own_bytes` (a multiple of 2 MiB) in front, the peer's contiguous handles behind. One thread.
+    """
+
+    def __init__(self, acl: Acl, device: int, own_bytes: int, peer: list[_Segment]) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def own_bytes(self) -> int: ...
+    @property
+    def peer_bytes(self) -> int: ...
+    def close(self) -> None:
+        """Unmap. Idempotent. As `DeviceImport.close`."""
     def __enter__(self) -> Self: ...
     def __exit__(
         self,

@@ -39,6 +39,10 @@ class TransportError(MC2Error, OSError):
     """The engine that reads other hosts' memory does not start, or could not read. What it was to bring is not there."""
 
 
+class DeviceError(MC2Error, OSError):
+    """A device's library is not there, or a call to it failed; the message has the call and its code."""
+
+
 class UsageError(MC2Error):
     """A call that this object, in its present state, cannot serve. The message says what to do instead."""
 

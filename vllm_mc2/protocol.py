@@ -10,6 +10,7 @@ connection stays open in silence: its end tells either side that the other is go
                      <-                     SchedulerWelcome + [index table fd, ledger fd]   or   Refusal
     decode worker r  -> prefill worker r    WorkerHello(fingerprint)
                      <-                     PoolGrant(layout) + [pool fd]                    or   Refusal
+                     <-                     DeviceGrant(strips, segments), of a device       or   Refusal
     decode scheduler -> its own worker      RetirePool(key)
                      <-                     Done                                             or   Refusal
     MC2Communicator, by TCP, prefill -> decode   Introduction
@@ -45,11 +46,12 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from vllm_mc2.device_messages import DeviceGrant, DeviceHello
 from vllm_mc2.errors import PeerRefusedError, ProtocolError, TicketError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 1 << 20
 """Larger than the layout of the deepest models (4096 regions), small enough to buffer for every connection."""
 
@@ -125,6 +127,8 @@ class WorkerHello(msgspec.Struct, frozen=True, tag="worker_hello", forbid_unknow
     way: Literal["attach", "pull"]
     """Who copies may have another number of ranks."""
     fingerprint: dict[Text, Text]
+    device: DeviceHello | None = None
+    """Of a worker whose KV cache is a device's memory."""
 
 
 class PoolGrant(msgspec.Struct, frozen=True, tag="pool_grant", forbid_unknown_fields=True):
@@ -266,6 +270,7 @@ Message = (
     | SchedulerWelcome
     | WorkerHello
     | PoolGrant
+    | DeviceGrant
     | RetirePool
     | Introduction
     | TensorHello

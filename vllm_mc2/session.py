@@ -100,6 +100,7 @@ class SessionServer:
         self._connections: dict[int, _Connection] = {}
         self._next_key = 0
         self.num_rejected = 0
+        self._linger_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name=f"mc2-{socket_id[:8]}", daemon=True)
         self._thread.start()
 
@@ -108,12 +109,15 @@ class SessionServer:
         """Whether the thread serves; False after ``close()``."""
         return self._thread.is_alive()
 
-    def close(self) -> None:
-        """Stop serving and end every session; idempotent, any thread."""
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Stop serving and end every session; idempotent, any thread. With ``linger_seconds``, the clients are told first and
+        have that long to end their sessions themselves.
+        """
         if self._thread.is_alive():
+            self._linger_seconds = linger_seconds
             with contextlib.suppress(OSError):
                 os.write(self._wake_write, b"x")
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=5.0 + linger_seconds)
 
     def _run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ, "accept")
@@ -121,8 +125,25 @@ class SessionServer:
         try:
             while self._serve_once():
                 pass
+            self._linger()
         finally:
             self._tear_down()
+
+    def _linger(self) -> None:
+        """Say that the sessions are over, and wait for the clients to let go."""
+        deadline = time.monotonic() + self._linger_seconds
+        self._selector.unregister(self._wake_read)
+        self._selector.unregister(self._listener)
+        for connection in list(self._connections.values()):
+            if connection.welcomed:
+                with contextlib.suppress(OSError):
+                    connection.channel.sock.shutdown(socket.SHUT_WR)
+            else:
+                self._drop(connection)
+        while self._connections and (left := deadline - time.monotonic()) > 0:
+            for event, _ in self._selector.select(left):
+                if event.data.key in self._connections:
+                    self._advance(event.data)
 
     def _serve_once(self) -> bool:
         for event, _ in self._selector.select(self._next_timeout()):

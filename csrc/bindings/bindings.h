@@ -21,5 +21,6 @@ void add_context_manager(nb::class_<Class>& type) {
 
 void bind_memory(const nb::module_& module);
 void bind_leases(const nb::module_& module);
+void bind_ascend(const nb::module_& module);
 
 }  // namespace mc2::bindings

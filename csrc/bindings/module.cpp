@@ -1,4 +1,4 @@
-// The Python module: errors, constants, and the classes of the other two files.
+// The Python module: errors, constants, and the classes of the other files.
 #include <exception>
 #include <system_error>
 
@@ -27,4 +27,5 @@ NB_MODULE(_native, module) {  // NOLINT(performance-unnecessary-value-param): th
     module.attr("HUGE_PAGE_BYTES") = mc2::kHugePageBytes;
     mc2::bindings::bind_memory(module);
     mc2::bindings::bind_leases(module);
+    mc2::bindings::bind_ascend(module);
 }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <optional>
@@ -28,7 +27,7 @@ std::optional<std::size_t> parse_number(std::string_view text, int base = 10) {
 }
 
 // The number after `key` at the start of a line, as in /proc/meminfo and memory.stat.
-std::optional<std::size_t> field(const std::filesystem::path& file, std::string_view key) {
+std::optional<std::size_t> field(const std::string& file, std::string_view key) {
     std::ifstream stream(file);
     std::string line;
     while (std::getline(stream, line)) {
@@ -57,14 +56,14 @@ constexpr CgroupFiles kCgroupV1{.root = "/sys/fs/cgroup/memory",
                                 .usage = "memory.usage_in_bytes",
                                 .reclaimable_key = "total_inactive_file "};
 
-std::size_t headroom_of_group(const std::filesystem::path& group, const CgroupFiles& files) {
-    const auto limit = field(group / files.limit, "");  // "max" is no number: unlimited
-    const auto usage = field(group / files.usage, "");
+std::size_t headroom_of_group(const std::string& group, const CgroupFiles& files) {
+    const auto limit = field(group + "/" + files.limit, "");  // "max" is no number: unlimited
+    const auto usage = field(group + "/" + files.usage, "");
     if (!limit || !usage) {
         return kUnlimited;
     }
     // The page cache counts as usage, but the kernel gives inactive file pages up before it refuses.
-    const auto reclaimable = field(group / "memory.stat", files.reclaimable_key).value_or(0);
+    const auto reclaimable = field(group + "/memory.stat", files.reclaimable_key).value_or(0);
     const auto used = *usage - std::min(*usage, reclaimable);
     return *limit - std::min(*limit, used);
 }
@@ -72,12 +71,13 @@ std::size_t headroom_of_group(const std::filesystem::path& group, const CgroupFi
 // Every ancestor limits too. In a container the path may be the host's and name nothing here; then only the
 // mount's root, which is the container's own group, is found.
 std::size_t headroom(const std::string& path, const CgroupFiles& files) {
-    const std::filesystem::path root(files.root);
-    std::filesystem::path group = root / std::filesystem::path(path).relative_path();
+    const std::string root(files.root);
+    // Strings, since a manylinux_2_28 image's libstdc++ has no std::filesystem to link with.
+    std::string group = root + "/" + path;
     std::size_t result = headroom_of_group(root, files);
-    while (group.string().size() > root.string().size()) {
+    while (group.size() > root.size()) {
         result = std::min(result, headroom_of_group(group, files));
-        group = group.parent_path();
+        group.resize(group.rfind('/'));  // the one after the root at the latest
     }
     return result;
 }

@@ -49,7 +49,7 @@ DECODE_POINTS: dict[str, int] = {
     f"{_C}.peers:PeerTable.on_map_results": 2,
     f"{_C}.peers:PeerTable._retire": 1,
     f"{_C}.worker:WorkerHalf._unmap": 1,
-    f"{_C}.worker:map_elsewhere": 2,
+    f"{_C}.host_memory:map_elsewhere": 2,
     f"{_C}.pulling:Puller.submit": 3,
     f"{_C}.pulling:PullResults.take": 20,
     f"{_C}.decode:DecodeHalf.on_loaded": 3,

@@ -45,8 +45,12 @@ def value_of(layer: str, tokens: list[int]) -> float:
 class OldEngine:
     """One engine; the next token depends on every KV value that it reads through its block table."""
 
-    def __init__(self, model: str, socket_dir: str, role: str, policy: str) -> None:
-        extra = {"socket_dir": socket_dir, "huge_pages": "off", "report_in_response": True}
+    device = "cpu"
+
+    def __init__(
+        self, model: str, socket_dir: str, role: str, policy: str, extra: dict[str, Any] | None = None
+    ) -> None:
+        extra = {"socket_dir": socket_dir, "huge_pages": "off", "report_in_response": True, **(extra or {})}
         model_config = ModelConfig(model=model, dtype="float32", seed=0, max_model_len=512)
         self.config = VllmConfig(
             model_config=model_config,
@@ -58,7 +62,7 @@ class OldEngine:
                 is_encoder_decoder=False,
                 disable_hybrid_kv_cache_manager=True,
             ),
-            device_config=DeviceConfig("cpu"),
+            device_config=DeviceConfig(self.device),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="MC2Connector",
                 kv_role=role,
@@ -67,7 +71,7 @@ class OldEngine:
             ),
         )
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        spec = self.spec()
         cache = KVCacheConfig(
             num_blocks=NUM_BLOCKS,
             kv_cache_tensors=[
@@ -77,8 +81,7 @@ class OldEngine:
         )
         with mock.patch.object(compat, "tensor_parallel_rank", return_value=0):
             self.worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cache)
-        self.kv = {layer: torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, 64) for layer in LAYERS}
-        self.worker.register_kv_caches(self.kv)
+        self.worker.register_kv_caches(self.allocate())
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.scheduler = Scheduler(
@@ -95,8 +98,25 @@ class OldEngine:
         self.outputs: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
 
-    def run(self, request_id: str, prompt: list[int], params: Any, max_tokens: int) -> tuple[list[int], str, Any]:
-        """One request to its end."""
+    def spec(self) -> Any:
+        """Of the one cache group."""
+        return FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+    def allocate(self) -> dict[str, Any]:
+        """What the runner gives to the connector."""
+        self.kv = {layer: torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, 64) for layer in LAYERS}
+        return self.kv
+
+    def write(self, layer: str, block: int, slot: int, value: float) -> None:
+        """The KV of one token."""
+        self.kv[layer][block, :, slot, :] = value
+
+    def read(self, layer: str, table: list[int], num_tokens: int) -> list[float]:
+        """The KV of the first tokens."""
+        return [float(self.kv[layer][table[i // BLOCK_SIZE], 1, i % BLOCK_SIZE, -1]) for i in range(num_tokens)]
+
+    def add(self, request_id: str, prompt: list[int], params: Any, max_tokens: int) -> None:
+        """Add a request."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
         sampling.update_from_generation_config({}, 1001)
         request = Request(
@@ -104,6 +124,10 @@ class OldEngine:
             block_hasher=self.hasher,
         )  # fmt: skip
         self.scheduler.add_request(request)
+
+    def run(self, request_id: str, prompt: list[int], params: Any, max_tokens: int) -> tuple[list[int], str, Any]:
+        """One request to its end, and all others with it."""
+        self.add(request_id, prompt, params, max_tokens)
         deadline = time.monotonic() + 60
         while self.scheduler.has_requests():
             self.step()
@@ -162,12 +186,8 @@ class OldEngine:
             for position in range(start, end):
                 block, slot = self.tables[req_id][position // BLOCK_SIZE], position % BLOCK_SIZE
                 for layer in LAYERS:
-                    self.kv[layer][block, :, slot, :] = value_of(layer, tokens[: position + 1])
-            read = [
-                float(self.kv[layer][self.tables[req_id][i // BLOCK_SIZE], 1, i % BLOCK_SIZE, -1])
-                for layer in LAYERS
-                for i in range(end)
-            ]
+                    self.write(layer, block, slot, value_of(layer, tokens[: position + 1]))
+            read = [value for layer in LAYERS for value in self.read(layer, self.tables[req_id], end)]
             sampled[req_id] = [zlib.crc32(array("d", read).tobytes()) % 1000] if end == len(tokens) else []
         return sampled
 

@@ -154,5 +154,5 @@ def test_what_cannot_be_shared_is_named(make_engine: MakeEngine) -> None:
     twice.kv_cache_groups = cache.kv_cache_groups * 2
     assert compat.unsupported_engine(engine.config, twice) is None
     assert "2 KV cache groups" in str(compat.why_not_in_place(twice))
-    with mock.patch.object(engine.config.device_config, "device_type", "npu"):
-        assert "device 'npu'" in str(compat.unsupported_engine(engine.config, cache))
+    with mock.patch.object(engine.config.device_config, "device_type", "cuda"):
+        assert "device 'cuda'" in str(compat.unsupported_engine(engine.config, cache))

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_mc2.connector.host_memory import own_region
 from vllm_mc2.connector.remote_pulling import MAX_PIECE_BYTES, RemoteStrip, pieces_of, strips_of
-from vllm_mc2.connector.worker import own_region
 from vllm_mc2.errors import LayoutError
 from vllm_mc2.layout import ALIGNMENT_BYTES, HeadSlice, PoolLayout, Region, head_slices
 from vllm_mc2.memory import OwnRegion

@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from vllm_mc2.connector import compat
+from vllm_mc2.connector.host_memory import own_bytes, own_region
 from vllm_mc2.connector.remote_pulling import pieces_of, strips_of
-from vllm_mc2.connector.worker import own_bytes, own_region
 from vllm_mc2.layout import AddressPlan, HeadSlice, make_plan
 from vllm_mc2.memory import OwnRegion, WorkerMemory, map_elsewhere
 from vllm_mc2.protocol import RemoteGrant

@@ -20,15 +20,16 @@ LAYERS = [
     ["connector", "tensors"],
     ["reporting"],
     ["network"],
+    ["ascend"],
     ["session", "memory", "leases"],
     ["channel"],
     ["protocol"],
-    ["layout", "digest", "config", "inspection"],
+    ["layout", "digest", "config", "inspection", "device_messages", "findings"],
     ["errors"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-MAY_IMPORT = {"vllm": {"connector", "plugin", "bench"}, "torch": {"connector", "tensors", "bench"}}
-NATIVE_IMPORTERS = {"memory", "leases", "tensors", "bench"}
+MAY_IMPORT = {"vllm": {"connector", "plugin", "bench"}, "torch": {"connector", "tensors", "bench", "ascend"}}
+NATIVE_IMPORTERS = {"memory", "leases", "tensors", "bench", "ascend", "connector"}
 BROAD_EXCEPTS = {"plugin.py": 1, "session.py": 1, "deathwatch.py": 1, "lender.py": 1, "remote_pulling.py": 1}
 
 

@@ -87,6 +87,14 @@ def check_contract() -> list[str]:
 COPIED_KINDS = ("FullAttentionSpec", "SlidingWindowSpec")
 """Kinds of KV cache whose blocks mean the same wherever they lie. Not MLA: vLLM 0.32's CPU kernels for it answer otherwise when a
 prompt's last token is computed alone (without us, too), so that nobody could tell whether an answer is right."""
+NPU_KINDS = (
+    *COPIED_KINDS,
+    "MLAAttentionSpec",
+    "AscendMLAAttentionSpec",
+    "SlidingWindowMLASpec",
+    "AscendSlidingWindowMLASpec",
+)
+"""Those that vllm-ascend may have: its kernels for MLA have no such trouble as far as is known, and were never run here."""
 ATTACHED_KINDS = ("FullAttentionSpec",)
 """Those of which a prefix-cache hit is a run of blocks from the first on."""
 
@@ -100,18 +108,19 @@ def unsupported_engine(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
         return f"decode_context_parallel_size {parallel.decode_context_parallel_size}: only 1 is supported"
     if not kv_cache_config.kv_cache_groups:
         return "a model without KV cache"
+    device = vllm_config.device_config.device_type
+    if device not in {"cpu", "npu"}:
+        return f"device {device!r}: only host memory ('cpu') and Ascend NPUs ('npu') are supported"
+    supported = NPU_KINDS if device == "npu" else COPIED_KINDS
     for kind in group_kinds(kv_cache_config):
-        if kind not in COPIED_KINDS:
-            return f"KV cache of kind {kind}: only {', '.join(COPIED_KINDS)} are supported"
+        if kind not in supported:
+            return f"KV cache of kind {kind}: only {', '.join(supported)} are supported"
     sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
     if len(sizes) != 1:
         return f"KV cache groups with blocks of {sizes} tokens: only one size is supported"
     if vllm_config.speculative_config is not None:
         return "speculative decoding is not supported"
-    device = vllm_config.device_config.device_type
-    if device != "cpu":
-        return f"device {device!r}: only host memory ('cpu') is supported"
-    return None if check_allocation() else _unsupported_tensors(kv_cache_config)
+    return None if device == "npu" or check_allocation() else _unsupported_tensors(kv_cache_config)
 
 
 def group_kinds(kv_cache_config: KVCacheConfig) -> list[str]:
@@ -123,7 +132,7 @@ def windows_of(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
     """For each cache group, how many tokens its blocks are kept for; None when for all."""
     groups: list[Any] = kv_cache_config.kv_cache_groups
     return tuple(
-        group.kv_cache_spec.sliding_window if type(group.kv_cache_spec).__name__ == "SlidingWindowSpec" else None
+        group.kv_cache_spec.sliding_window if "SlidingWindow" in type(group.kv_cache_spec).__name__ else None
         for group in groups
     )
 
@@ -270,6 +279,8 @@ def attention_identity(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
     Relies on ``cpu_attn._get_attn_isa`` (0.32); without it, on torch's name for the CPU's capability.
     """
     spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    if vllm_config.device_config.device_type == "npu":
+        return "vllm-ascend"  # of which version, the NPU's own facts say
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

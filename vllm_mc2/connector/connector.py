@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_mc2.ascend.settings import check_sizes, parse_foreign
 from vllm_mc2.channel import prepare_socket_dir, sweep_at_exit, sweep_stale_sockets
 from vllm_mc2.config import parse_config
 from vllm_mc2.connector import compat
@@ -59,7 +60,16 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: a setting is wrong, named with what is allowed.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        own_settings, foreign = parse_foreign(self._kv_transfer_config.kv_connector_extra_config)
+        self._config = parse_config(own_settings)
+        parallel = vllm_config.parallel_config
+        check_sizes(
+            foreign,
+            str(self._kv_transfer_config.kv_role),
+            parallel.tensor_parallel_size,
+            parallel.data_parallel_size,
+            parallel.pipeline_parallel_size,
+        )
         self._directory = self._config.resolve_socket_dir()
         prepare_socket_dir(self._directory)
         self._stats = MC2Stats()
@@ -358,6 +368,6 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
     ) -> MC2PromMetrics:
         """Hook: the Prometheus side of the statistics. The one hook that vLLM's front end calls with the configuration."""
         assert vllm_config.kv_transfer_config is not None
-        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        config = parse_config(parse_foreign(vllm_config.kv_transfer_config.kv_connector_extra_config)[0])
         sweep_at_exit(config.resolve_socket_dir())
         return MC2PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

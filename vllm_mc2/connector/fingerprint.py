@@ -46,7 +46,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_i
     }
 
 
-OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes")
+OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes", "cache_blocks")
 """What of a fingerprint depends on the number of ranks."""
 
 

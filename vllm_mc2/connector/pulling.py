@@ -1,33 +1,41 @@
 """Pull, in a worker: copies a request's blocks out of a peer's mapped pool into our own KV cache, beside the forward pass.
 
 Orders come with a step and are done in their order on one thread, which sleeps otherwise; the copying itself is native, uses
-several threads and does not hold the GIL. vLLM keeps a request waiting, and its blocks reserved, until its id is reported:
-so every order is answered, whatever becomes of it.
+several threads or streams and does not hold the GIL. vLLM keeps a request waiting, and its blocks reserved, until its id is
+reported: so every order is answered, whatever becomes of it.
 """
 
 import logging
-import os
 import queue
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from vllm_mc2.connector.metadata import PullOrder
+from vllm_mc2.errors import MC2Error
 from vllm_mc2.layout import PoolLayout
-from vllm_mc2.memory import Copier, WorkerMemory
 
 logger = logging.getLogger("vllm.mc2.pulling")
 
 
-class PullSource(NamedTuple):
+class PullSource(Protocol):
     """One peer, as far as this worker copies from it."""
 
-    base: int | None
-    """Where in our window it is mapped, or None."""
-    copiers: Sequence[Copier]
-    """One for each of the peer's workers whose heads we have."""
-    memories: Sequence[WorkerMemory]
-    """Where it is mapped if not in the window."""
+    def copy(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
+        """Copy these blocks, and return when they are there. Puller's thread.
+
+        Raises:
+            MC2Error, ValueError: they are not, and nothing is written to them any more.
+        """
+        ...
+
+    def mapped(self) -> list[tuple[int, PoolLayout]]:
+        """``(-1, layout)`` of what is mapped outside the window."""
+        ...
+
+    def close(self) -> None:
+        """Unmap. No copy is running."""
+        ...
 
 
 class PullResults:
@@ -61,12 +69,10 @@ class PullResults:
 class Puller:
     """The pulls of one worker from peers on this host. Any thread may call."""
 
-    def __init__(self, num_threads: int, results: PullResults) -> None:
-        """``num_threads``: how many copy at a time; never more than there are processors for this process."""
+    def __init__(self, results: PullResults) -> None:
         self._results = results
-        self._num_threads = min(num_threads, len(os.sched_getaffinity(0)))
         self._sources: dict[int, PullSource] = {}
-        self._orders: queue.SimpleQueue[PullOrder | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[PullOrder, Callable[[], None] | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Held while one order is done, so that nothing is unmapped under it."""
         self._thread: threading.Thread | None = None
@@ -76,29 +82,37 @@ class Puller:
         with self._lock:
             self._sources[key] = source
 
-    def remove_source(self, key: int) -> PullSource | None:
-        """Forget a peer, and return what it was. Waits for an order that is being done."""
+    def remove_source(self, key: int, source: PullSource | None = None) -> None:
+        """Forget a peer and unmap it; only if it still is ``source``, where that is given. Waits for an order that is being
+        done.
+        """
         with self._lock:
-            return self._sources.pop(key, None)
+            found = self._sources.get(key)
+            if found is None or (source is not None and found is not source):
+                return
+            del self._sources[key]
+            found.close()
 
     def mapped(self) -> list[tuple[int, PoolLayout]]:
         """``(-1, layout)`` of each pool that is mapped outside the window, for onlookers."""
         with self._lock:
-            memories = [memory for source in self._sources.values() for memory in source.memories]
-        return [(-1, layout) for memory in memories for _, layout in memory.mapped_peers()]
+            return [row for source in self._sources.values() for row in source.mapped()]
 
-    def submit(self, order: PullOrder) -> None:
-        """Begin to copy; the thread starts with the first order, so that who never pulls has none."""
+    def submit(self, order: PullOrder, fence: Callable[[], None] | None = None) -> None:
+        """Begin to copy, once ``fence`` has returned. The thread starts with the first order: who never pulls has none."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mc2-pull", daemon=True)
             self._thread.start()
-        self._orders.put(order)
+        self._orders.put((order, fence))
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
+        while (job := self._orders.get()) is not None:
+            order, fence = job
             try:
+                if fence is not None:
+                    fence()
                 self._copy(order)
-            except (KeyError, ValueError) as error:
+            except (KeyError, ValueError, MC2Error) as error:
                 logger.warning("request %s: its blocks could not be copied: %s", order.request_id, error)
                 self._results.add_failure(order)
             else:
@@ -107,8 +121,7 @@ class Puller:
     def _copy(self, order: PullOrder) -> None:
         # Apart, so that the waiting thread keeps no peer's memory mapped by its local variables.
         with self._lock:
-            for copier in self._sources[order.key].copiers:
-                copier.copy(order.own_ids, order.peer_ids, self._num_threads)
+            self._sources[order.key].copy(order.own_ids, order.peer_ids)
 
     def close(self) -> None:
         """End the thread after the order that is being done."""

@@ -1,0 +1,343 @@
+"""KV memory of an NPU: vllm-ascend's own tensors stay where they are; their allocations are shared, and peers' blocks are copied
+straight from the mapped remote memory into our own, device to device.
+
+Prefill's worker keeps a session open with each worker that has mapped its memory. Decode's believes what it has read only if
+that session still is there afterwards, since whether an NPU's memory outlives the process that owned it is not documented. When
+prefill stops, it says so first and waits until its importers have unmapped; the documentation wants it in that order.
+"""
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_mc2._native import AclError, DeviceCopier, DeviceImport
+from vllm_mc2.ascend.acl import load_acl
+from vllm_mc2.ascend.caches import CacheLayout, CacheStrip, read_caches
+from vllm_mc2.ascend.settings import environment_facts
+from vllm_mc2.ascend.sharing import Shared, native_segments, share_storages
+from vllm_mc2.config import MC2Config
+from vllm_mc2.connector import compat
+from vllm_mc2.connector.backend import Ask
+from vllm_mc2.connector.deathwatch import DeathWatchThread
+from vllm_mc2.connector.metadata import MapPeer
+from vllm_mc2.connector.pulling import PullSource
+from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
+from vllm_mc2.errors import DeviceError, LayoutError
+from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, make_plan
+from vllm_mc2.memory import OwnRegion, WorkerMemory
+from vllm_mc2.protocol import MAX_FRAME_BYTES, Refusal, WorkerHello, encode
+from vllm_mc2.session import Answer, Session
+
+logger = logging.getLogger("vllm.mc2.npu")
+
+
+class NpuStrip(NamedTuple):
+    """Equally spaced pieces on either side."""
+
+    own_address: int
+    own_stride: int
+    peer_address: int
+    """As the peer counts."""
+    peer_stride: int
+    num_bytes: int
+
+
+def strips_between(
+    own: CacheLayout, grant: DeviceGrant, part: HeadSlice, tokens_per_block: int, *, is_replicated: bool
+) -> list[NpuStrip]:
+    """How a peer's blocks fit ours. vllm-ascend keeps tokens before heads, so that a part of the heads is a piece of every token.
+
+    Raises:
+        LayoutError: its cache is not ours, or does not divide as ``part`` says.
+    """
+    names = [strip.name for strip in own.strips], [strip.name for strip in grant.strips]
+    if names[0] != names[1]:
+        raise LayoutError("the peer's layers are not ours")
+    strips: list[NpuStrip] = []
+    is_whole = is_replicated or part.own_parts == part.peer_parts == 1
+    for mine, theirs in zip(own.strips, grant.strips, strict=True):
+        if is_whole:
+            if mine.block_bytes != theirs.num_bytes:
+                raise LayoutError(f"{mine.name}: blocks of {theirs.num_bytes} bytes there, {mine.block_bytes} here")
+            strips.append(
+                NpuStrip(mine.address, mine.block_stride_bytes, theirs.address, theirs.stride_bytes, mine.block_bytes)
+            )
+        else:
+            strips += _token_strips(mine, theirs, part, tokens_per_block)
+    return strips
+
+
+def _token_strips(mine: CacheStrip, theirs: DeviceStrip, part: HeadSlice, num_tokens: int) -> Iterator[NpuStrip]:
+    if mine.num_heads is None or " NZ" in mine.signature:
+        raise LayoutError(f"{mine.name} ({mine.signature}): its heads cannot be told apart")
+    own_row, own_rest = divmod(mine.block_bytes, num_tokens)
+    peer_row, peer_rest = divmod(theirs.num_bytes, num_tokens)
+    if own_rest or peer_rest:
+        raise LayoutError(
+            f"{mine.name}: blocks of {mine.block_bytes} and {theirs.num_bytes} bytes for {num_tokens} tokens"
+        )
+    own_offset, peer_offset, num_bytes = part.cut(own_row, peer_row)
+    for token in range(num_tokens):
+        yield NpuStrip(
+            mine.address + token * own_row + own_offset,
+            mine.block_stride_bytes,
+            theirs.address + token * peer_row + peer_offset,
+            theirs.stride_bytes,
+            num_bytes,
+        )
+
+
+class NpuSource:
+    """One peer's memory, mapped."""
+
+    def __init__(self, on_close: Callable[["NpuSource"], None]) -> None:
+        """``on_close`` is called before the sessions end."""
+        self._on_close = on_close
+        self.sessions: list[Session] = []
+        self.imports: list[DeviceImport] = []
+        self.copiers: list[DeviceCopier] = []
+
+    def copy(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
+        """Puller's thread."""
+        self._require_peer()
+        try:
+            for copier in self.copiers:
+                copier.copy(list(own_ids), list(peer_ids))
+        except AclError as error:
+            raise DeviceError(str(error)) from error
+        self._require_peer()
+
+    def _require_peer(self) -> None:
+        if any(session.is_gone() for session in self.sessions):
+            raise DeviceError("prefill has ended: what its memory holds now is not known")
+
+    def mapped(self) -> list[tuple[int, PoolLayout]]:
+        """Nothing of a device is host memory."""
+        return []
+
+    def close(self) -> None:
+        """Unmap, and say so by ending the sessions."""
+        for copier in self.copiers:
+            copier.close()
+        for imported in self.imports:
+            imported.close()
+        self._on_close(self)
+        for session in self.sessions:
+            session.close()
+
+
+class NpuMemory:
+    """See :class:`~vllm_mc2.connector.backend.Backend`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        config: MC2Config,
+        rank: int,
+        *,
+        is_producer: bool,
+        is_consumer: bool,
+        forget: Callable[[int, PullSource], None],
+    ) -> None:
+        """``forget``: takes a peer away, with whatever is being copied from it.
+
+        Raises:
+            DeviceError: there is no usable ACL.
+        """
+        self.plan: AddressPlan | None = None
+        self.gives_memory = False
+        self.memory: WorkerMemory | None = None
+        self.own: list[OwnRegion] = []
+        self._acl = load_acl()
+        self._device = int(torch.npu.current_device())
+        self._soc = self._acl.soc_name() or "unknown"
+        self._num_blocks = kv_cache_config.num_blocks
+        self._tokens_per_block = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._is_replicated = all("MLA" in kind for kind in compat.group_kinds(kv_cache_config))
+        self._environment = environment_facts(vllm_config)
+        self._num_streams = config.pull_threads
+        self._rank = rank
+        self._is_producer = is_producer
+        self._forget = forget
+        self._layout = CacheLayout((), 0)
+        self._shared: Shared | None = None
+        self._importers: set[int] = set()
+        self._sources: dict[str, NpuSource] = {}
+        self._lock = threading.Lock()
+        self._deathwatch = DeathWatchThread(self._on_peer_gone)
+
+    @contextmanager
+    def allocation_context(self) -> Iterator[None]:
+        """vllm-ascend allocates by itself."""
+        yield
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        """Understand where blocks lie; prefill shares the allocations.
+
+        Raises:
+            LayoutError: it is not understood.
+            DeviceError: it cannot be shared.
+        """
+        self._layout = read_caches(kv_caches, self._num_blocks)
+        self.plan = make_plan([(strip.name, strip.block_bytes) for strip in self._layout.strips], self._num_blocks, 0.0)
+        if not self._is_producer:
+            return
+        storages = {}
+        for cache in kv_caches.values():
+            for tensor in cache if isinstance(cache, tuple | list) else (cache,):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage
+        shared = share_storages(self._acl, self._device, list(storages.values()))
+        for reason in shared.passed_over:
+            logger.info("not shared by %s", reason)
+        logger.info(
+            "KV cache on NPU %d is shared by %s: %d allocations", self._device, shared.way, len(shared.segments)
+        )
+        self._shared = shared
+        if len(encode(self._grant(shared))) > MAX_FRAME_BYTES:
+            raise DeviceError(
+                f"{len(shared.segments)} allocations do not fit in one message of {MAX_FRAME_BYTES} bytes"
+            )
+
+    def facts(self) -> dict[str, str]:
+        """What the bytes of a block mean."""
+        signatures = sorted({strip.signature for strip in self._layout.strips})
+        whole = "\n".join(f"{strip.name} {strip.block_bytes} {strip.signature}" for strip in self._layout.strips)
+        formats = sorted({signature.split("[")[0] for signature in signatures})
+        return {
+            **self._environment,
+            "device": f"npu {self._soc}",
+            "cache_formats": "|".join(formats)[:4096],
+            "cache_blocks": f"{'|'.join(signatures)[:3000]} {hashlib.sha256(whole.encode()).hexdigest()[:16]}",
+        }
+
+    def pool(self) -> PoolLayout | None:
+        """As it would lie if it were packed: for its sizes, no address is counted from it."""
+        assert self.plan is not None
+        return self.plan.pool_layout() if self._shared is not None else None
+
+    def device_hello(self) -> DeviceHello:
+        """Our process, as the driver knows it.
+
+        Raises:
+            DeviceError: ACL does not say.
+        """
+        try:
+            return DeviceHello(self._acl.bare_tgid())
+        except AclError as error:
+            raise DeviceError(str(error)) from error
+
+    def has_scattered_heads(self, kv_cache_layout: str) -> bool:
+        """They are in every token, which :func:`strips_between` follows."""
+        return False
+
+    def grant(self, key: int, hello: WorkerHello) -> Answer:
+        """How to map our memory. The session stays open for as long as it is mapped."""
+        if self._shared is None:
+            return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
+        if hello.device is None:
+            return Answer(Refusal("device", "none", f"npu {self._soc}"), keep_open=False)
+        try:
+            self._shared.admit(hello.device.pid)
+        except DeviceError as error:
+            logger.warning("a decode cannot be let in: %s", error)
+            return Answer(Refusal("device.pid", str(hello.device.pid), str(error)[:1000]), keep_open=False)
+        self._importers.add(key)
+        return Answer(self._grant(self._shared))
+
+    def _grant(self, shared: Shared) -> DeviceGrant:
+        strips = tuple(
+            DeviceStrip(strip.name, strip.address, strip.block_stride_bytes, strip.block_bytes)
+            for strip in self._layout.strips
+        )
+        return DeviceGrant(self._num_blocks, strips, shared.segments)
+
+    def on_close(self, key: int) -> None:
+        """An importer has unmapped, or has ended."""
+        self._importers.discard(key)
+
+    def open_source(self, order: MapPeer, parts: Sequence[HeadSlice], ask: Ask) -> NpuSource:
+        """Map the memory of the peer's workers that have our heads."""
+        source = NpuSource(self._on_source_closed)
+        try:
+            for part in parts[:1] if self._is_replicated else parts:
+                grant, _, session = ask(part.peer_rank, DeviceGrant, 0)
+                source.sessions.append(session)
+                self._map(source, grant, part)
+        except AclError as error:
+            source.close()
+            raise DeviceError(str(error)) from error
+        except BaseException:
+            source.close()
+            raise
+        return source
+
+    def watch(self, key: int, source: PullSource) -> None:
+        """Unmap as soon as prefill has ended, or waits for that to be able to end."""
+        assert isinstance(source, NpuSource)
+        with self._lock:
+            self._sources[str(key)] = source
+        for session in source.sessions:
+            self._deathwatch.watch(str(key), session)
+
+    def _on_peer_gone(self, key: str) -> None:
+        """Death watch's thread."""
+        with self._lock:
+            source = self._sources.get(key)
+        if source is not None:
+            logger.info("a prefill has ended or is about to: its memory is unmapped")
+            self._forget(int(key), source)
+
+    def _on_source_closed(self, source: NpuSource) -> None:
+        for session in source.sessions:
+            self._deathwatch.forget(session)
+        with self._lock:
+            self._sources = {key: other for key, other in self._sources.items() if other is not source}
+
+    def _map(self, source: NpuSource, grant: DeviceGrant, part: HeadSlice) -> None:
+        strips = strips_between(self._layout, grant, part, self._tokens_per_block, is_replicated=self._is_replicated)
+        imported = DeviceImport(self._acl, self._device, native_segments(grant))
+        source.imports.append(imported)
+        source.copiers.append(
+            DeviceCopier(
+                self._acl, self._device, imported, [*strips], self._num_blocks, grant.num_blocks, self._num_streams
+            )
+        )
+
+    def fence(self) -> Callable[[], None]:
+        """Kernels that are queued now may still use the blocks that are about to be written."""
+        event = torch.npu.Event()
+        event.record()
+
+        def wait() -> None:
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                raise DeviceError(f"the NPU's queue has failed: {error}") from error
+
+        return wait
+
+    def prefault(self, base: int) -> None:
+        """Nothing to do."""
+
+    def copy_tails(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing is used in place here."""
+        raise LayoutError("tail copies belong to attach, which is off on NPUs")
+
+    def close(self) -> None:
+        """Unmap what is mapped, then share no more."""
+        with self._lock:
+            sources = list(self._sources.items())
+        for key, source in sources:
+            self._forget(int(key), source)
+        self._deathwatch.close()
+        if self._shared is not None:
+            self._shared.close()
