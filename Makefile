@@ -3,8 +3,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
-CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp')
-CHECKS := fmt lint types native unit connector bench-code chaos-short e2e
+CXX_FILES := $(shell find csrc tests/ascend examples/setup -name '*.h' -o -name '*.cpp')
+CHECKS := fmt lint types native unit connector ascend bench-code chaos-short e2e
 ROUNDS ?= 1000
 # make demo: MODE=pull copies the blocks, TP=2 has two workers on either side, HOSTS=2 two network namespaces (as root).
 MODE ?= auto
@@ -59,6 +59,11 @@ bench-code:
 
 connector:
 	$(PYTEST) tests/connector
+
+# Over a simulator of libascendcl.so, with torch_npu's and vllm-ascend's real code, unpacked and not installed.
+ascend: export PATH := $(CURDIR)/$(BIN):$(PATH)
+ascend:
+	$(PYTEST) tests/ascend
 
 # About twenty rounds of what `make chaos` does.
 chaos-short:

@@ -300,7 +300,8 @@ class Acl:
 class DeviceExport:
     """What this process lets others map of one device's memory; keeps that memory until `close()`.
 
-    Nobody can map anything before `admit` has named them. ACL exports a block once: neither two objects nor torch_npu and
+    Nobody can map anything before `admit` has named them, except by fabric handles, which are for other servers and belong
+    to whoever has them. ACL exports a block once: neither two objects nor torch_npu and
     an object may export the same memory. Any thread may call; one call at a time goes through. `AclError` when ACL refuses.
     """
 

@@ -34,7 +34,8 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     prefill, ``pull`` asks every decode to copy, and ``attach`` never does."""
 
     pull_threads: Annotated[int, Meta(ge=1, le=64)] = 4
-    """Decode: how many threads of each worker copy at a time; never more than there are processors."""
+    """Decode: how many threads of each worker copy at a time; never more than there are processors. On NPUs: over how many
+    streams."""
 
     socket_dir: str | None = None
     """Directory of the Unix sockets through which peers on this host meet. Must be shared by prefill and decode.
@@ -84,6 +85,11 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     tcp_timeout_seconds: Annotated[float, Meta(ge=0.5, le=3600.0)] = 10.0
     """A peer on another host that is not heard of for so long is taken for gone."""
+
+    npu_attach: bool = False
+    """Ascend: ask the NPU at start whether a kernel can read own and another process's memory through one block table, which
+    CANN's documentation rules out, and say what came of it. Blocks are copied in any case so far: no vllm-ascend lets a connector
+    place its KV cache. See ``docs/ascend.md``."""
 
     model_identity: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     """What says that both sides run the same weights. Default: the model's name and revision as given to ``vllm serve``.

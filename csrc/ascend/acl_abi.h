@@ -44,7 +44,8 @@ inline constexpr std::size_t kVersionBytes = 128;
 
 inline constexpr std::uint64_t kIpcExportFlagDefault = 0;  // only processes on the whitelist
 inline constexpr std::uint64_t kIpcImportFlagPeerAccess = 1;
-inline constexpr std::uint64_t kVmmExportFlagDefault = 0;  // likewise
+inline constexpr std::uint64_t kVmmExportFlagDefault = 0;     // likewise
+inline constexpr std::uint64_t kVmmExportFlagDisablePid = 1;  // whoever has the handle
 // aclrtReserveMemAddress: huge pages. A plain number in its documentation.
 inline constexpr std::uint64_t kReserveFlagHugePage = 1;
 

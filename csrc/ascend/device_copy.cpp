@@ -105,16 +105,14 @@ std::vector<DeviceCopier::Piece> DeviceCopier::pieces_of(
     std::span<const std::int64_t> dst_ids, std::span<const std::int64_t> src_ids) const {
     std::vector<Piece> pieces;
     for (const DeviceStrip& strip : strips_) {
-        const bool is_dense =
-            strip.own_stride == strip.num_bytes && strip.peer_stride == strip.num_bytes;
         for (std::size_t i = 0; i < dst_ids.size(); ++i) {
             const Piece piece{
                 .dst = strip.own_address + static_cast<std::size_t>(dst_ids[i]) * strip.own_stride,
                 .src =
                     strip.peer_address + static_cast<std::size_t>(src_ids[i]) * strip.peer_stride,
                 .num_bytes = strip.num_bytes};
-            // Only blocks of one strip: what else happens to be adjacent may be another tensor.
-            if (is_dense && i > 0 && pieces.back().dst + pieces.back().num_bytes == piece.dst &&
+            // Adjacent on both sides, as blocks of a dense strip are. Not across strips: that may be another tensor.
+            if (i > 0 && pieces.back().dst + pieces.back().num_bytes == piece.dst &&
                 pieces.back().src + pieces.back().num_bytes == piece.src &&
                 pieces.back().num_bytes + piece.num_bytes <= kMaxPieceBytes) {
                 pieces.back().num_bytes += piece.num_bytes;

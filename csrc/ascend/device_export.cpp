@@ -116,8 +116,10 @@ DeviceExport::Exported DeviceExport::export_block(std::uintptr_t base, std::size
                     .handle = std::string(handle_bytes_of(kind), '\0')};
     // Aligned for a handle that is a number.
     alignas(std::uint64_t) std::array<char, sizeof(abi::MemFabricHandle)> bytes{};
-    acl_->aclrtMemExportToShareableHandleV2(memory.get(), abi::kVmmExportFlagDefault,
-                                            share_type_of(kind), bytes.data());
+    // Other servers have process numbers of their own, so that a list of them would name strangers here.
+    const std::uint64_t flags =
+        kind == SegmentKind::kFabric ? abi::kVmmExportFlagDisablePid : abi::kVmmExportFlagDefault;
+    acl_->aclrtMemExportToShareableHandleV2(memory.get(), flags, share_type_of(kind), bytes.data());
     segment.handle.assign(bytes.data(), segment.handle.size());
     return {.segment = std::move(segment), .memory = std::move(memory), .is_answered = false};
 }
@@ -149,6 +151,9 @@ Segment DeviceExport::add_key(std::uintptr_t address, std::size_t num_bytes) {
 }
 
 void DeviceExport::admit_to(const Segment& segment, std::int32_t pid) const {
+    if (segment.kind == SegmentKind::kFabric) {
+        return;  // whoever has the handle may import it
+    }
     std::string handle = segment.handle;
     if (segment.kind == SegmentKind::kIpcKey) {
         acl_->aclrtIpcMemSetImportPid(handle.c_str(), &pid, 1);

@@ -1,7 +1,7 @@
 // What this process lets others map of its device memory.
 //
 // Keeps what it had to retain for that, and with it the physical memory. Nobody can map anything before admit() has named
-// them. Threading: any thread may call; one call at a time goes through.
+// them, except by fabric handles, which are for other servers and belong to whoever has them. Threading: any thread may call; one call at a time goes through.
 // ACL exports a block once: two objects must not export the same memory, and memory that torch_npu has exported by itself
 // cannot be exported here.
 #pragma once

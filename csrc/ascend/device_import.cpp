@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 #include <new>
 #include <set>
 #include <string_view>
@@ -199,8 +200,8 @@ ImportUse::ImportUse(std::shared_ptr<ImportedMemory> memory) : memory_(std::move
 ImportUse::~ImportUse() {
     try {
         drop();
-    } catch (
-        const AclError&) {  // NOLINT(bugprone-empty-catch): ImportedMemory's destructor tries again
+        // NOLINTNEXTLINE(bugprone-empty-catch): ImportedMemory's destructor tries again
+    } catch (const std::exception&) {
     }
 }
 

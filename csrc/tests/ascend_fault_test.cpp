@@ -124,6 +124,26 @@ MC2_TEST(every_failing_call_of_an_importer_is_told) {
     CHECK_EQ(all.simulator.violations(), 0);
 }
 
+MC2_TEST(memory_outlives_its_mapping) {
+    const World& all = world();
+    DeviceImport imported = import_pool();
+    const std::int64_t num_freed = all.simulator.calls("aclrtFreePhysical");
+    const std::int64_t num_released = all.simulator.calls("aclrtReleaseMemAddress");
+    all.simulator.fail("aclrtUnmapMem", 1, kFault, 1);
+    bool has_thrown = false;
+    try {
+        imported.close();
+    } catch (const AclError&) {
+        has_thrown = true;
+    }
+    CHECK(has_thrown);
+    CHECK_EQ(all.simulator.calls("aclrtFreePhysical"), num_freed + 2);
+    CHECK_EQ(all.simulator.calls("aclrtReleaseMemAddress"), num_released);
+    imported.close();
+    CHECK_EQ(all.simulator.calls("aclrtFreePhysical"), num_freed + 3);
+    CHECK_EQ(all.simulator.calls("aclrtReleaseMemAddress"), num_released + 1);
+}
+
 MC2_TEST(every_failing_call_of_an_exporter_is_told) {
     const World& all = world();
     const std::uintptr_t plain = all.simulator.malloc(kKeyBytes);

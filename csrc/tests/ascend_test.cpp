@@ -63,6 +63,12 @@ MC2_TEST(neighbours_are_mapped_side_by_side) {
                  imported.translate(std::numeric_limits<std::uintptr_t>::max(), 2));
     const Segment& key = all.exporter.segments.back();
     CHECK(imported.translate(key.base, kKeyBytes) != 0);
+    // Without the block in the middle the others are no neighbours.
+    const DeviceImport apart(all.acl, kDevice,
+                             {all.exporter.segments.front(), all.exporter.segments[2]});
+    CHECK_EQ(apart.num_mappings(), 2U);
+    CHECK_THROWS(std::invalid_argument, apart.translate(base, kBlockBytes[0] + 1));
+    CHECK(apart.translate(all.exporter.segments[2].base, kBlockBytes[2]) != 0);
     imported.close();
     imported.close();
     CHECK_THROWS(std::invalid_argument, imported.translate(base, 1));
@@ -130,8 +136,9 @@ MC2_TEST(hostile_strips_are_refused) {
     CHECK_THROWS(std::invalid_argument, make(strip_of(own, 64, peer, 64, 0), 4, 4));
     CHECK_THROWS(std::invalid_argument, make(strip_of(0, 64, peer, 64, 64), 4, 4));
     CHECK_THROWS(std::invalid_argument, make(strip_of(own, 64, peer + kPoolBytes, 64, 64), 4, 1));
-    CHECK_THROWS(std::invalid_argument, make(strip_of(own, 64, peer, ~std::size_t{0), 64}, 4, 4));
-    CHECK_THROWS(std::invalid_argument, make(strip_of(~std::uintptr_t{0} - 64, 64, peer, 64, 64), 4, 4));
+    CHECK_THROWS(std::invalid_argument, make(strip_of(own, 64, peer, ~std::size_t{0}, 64), 4, 4));
+    CHECK_THROWS(std::invalid_argument,
+                 make(strip_of(~std::uintptr_t{0} - 64, 64, peer, 64, 64), 4, 4));
 }
 
 MC2_TEST(bad_ids_move_no_byte) {

@@ -62,7 +62,7 @@ class OldEngine:
                 is_encoder_decoder=False,
                 disable_hybrid_kv_cache_manager=True,
             ),
-            device_config=DeviceConfig(self.device),
+            device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="MC2Connector",
                 kv_role=role,
@@ -70,6 +70,8 @@ class OldEngine:
                 kv_connector_extra_config=extra,
             ),
         )
+        # The platform is the CPU's, whose configuration takes no other device.
+        self.config.device_config.device_type = self.device
         self.config.cache_config.num_gpu_blocks = NUM_BLOCKS
         spec = self.spec()
         cache = KVCacheConfig(

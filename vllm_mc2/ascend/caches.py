@@ -98,17 +98,19 @@ def read_caches(kv_caches: Mapping[str, object], num_blocks: int) -> CacheLayout
     """
     if num_blocks < 1:
         raise LayoutError(f"a KV cache of {num_blocks} blocks")
-    pieces: list[_Piece] = []
-    devices: dict[str, str] = {}
-    for layer, cache in kv_caches.items():
-        for index, tensor, is_attention in _views(layer, cache):
-            name = f"{layer}/{index}"
-            devices.setdefault(str(tensor.device), name)
-            pieces += _pieces_of(name, tensor, num_blocks, is_attention=is_attention)
-    if not pieces:
+    views = [
+        (f"{layer}/{index}", tensor, is_attention)
+        for layer, cache in kv_caches.items()
+        for index, tensor, is_attention in _views(layer, cache)
+    ]
+    if not views:
         raise LayoutError("a KV cache without tensors")
+    devices = {str(tensor.device): name for name, tensor, _ in views}
     if len(devices) > 1:
         raise LayoutError("a KV cache on several devices: " + ", ".join(f"{n} on {d}" for d, n in devices.items()))
+    pieces: list[_Piece] = []
+    for name, tensor, is_attention in views:
+        pieces += _pieces_of(name, tensor, num_blocks, is_attention=is_attention)
     strips = [_merge(group) for cluster in _clusters(pieces, num_blocks) for group in _overlapping(cluster)]
     strips.sort(key=lambda strip: (natural_key(strip.name), strip.address))
     return CacheLayout(tuple(strips), num_blocks)

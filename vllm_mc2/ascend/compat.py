@@ -76,5 +76,15 @@ def plain_segment(address: int) -> tuple[int, int] | None:
     return None
 
 
+def tensor_at(address: int, num_bytes: int, device: int) -> Any:
+    """Bytes of an NPU at an address, as a tensor that does not own them."""
+    import torch
+    import torch_npu  # type: ignore[import-not-found, unused-ignore]
+
+    where = torch.device("npu", device)
+    storage = torch_npu._C._construct_storage_from_data_pointer(address, where, num_bytes)
+    return torch.empty(0, dtype=torch.uint8, device=where).set_(storage, 0, (num_bytes,), (1,))
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:500]

@@ -239,5 +239,5 @@ class SelfTest:
         self._prefill.call("admit", decode.call("pid"))
         refused = decode.call("try_attach", self._grant)
         if refused:
-            return "info", f"own and imported memory cannot lie in one range here: {refused}"
-        return "info", "own and imported memory can lie in one range here, which the documentation rules out"
+            return "info", f"own and imported memory cannot be read through one table, as documented: {refused}"
+        return "info", "a kernel reads own and imported memory through one table, which the documentation rules out"

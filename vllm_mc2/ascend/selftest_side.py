@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_mc2._native import AclError, AddressProbe, DeviceCopier, DeviceImport
+from vllm_mc2._native import DeviceCopier, DeviceImport
 from vllm_mc2.ascend.acl import load_acl
+from vllm_mc2.ascend.attach_probe import decode_grant, why_not_in_one_range
 from vllm_mc2.ascend.caches import CacheLayout, read_caches
 from vllm_mc2.ascend.calls import receive, send
 from vllm_mc2.ascend.sharing import Shared, native_segments, share_storages
@@ -110,7 +111,7 @@ class Side:
 
     def map_peer(self, encoded: bytes) -> int:
         """Map a prefill's memory; bytes of it."""
-        grant = msgspec.msgpack.decode(encoded, type=DeviceGrant)
+        grant = decode_grant(encoded)
         self._imported = DeviceImport(self._acl, self._device, native_segments(grant))
         strips = [
             (mine.address, mine.block_stride_bytes, theirs.address, theirs.stride_bytes, mine.block_bytes)
@@ -143,14 +144,8 @@ class Side:
         return len(wrong)
 
     def try_attach(self, encoded: bytes) -> str:
-        """Whether own memory and a prefill's can lie in one range; empty if they can, and a copy reads both."""
-        grant = msgspec.msgpack.decode(encoded, type=DeviceGrant)
-        try:
-            probe = AddressProbe(self._acl, self._device, SLACK_BYTES, native_segments(grant))
-        except (AclError, ValueError) as error:
-            return str(error)
-        probe.close()
-        return ""
+        """Why own memory and a prefill's cannot be read through one table; empty if they can."""
+        return why_not_in_one_range(self._acl, self._device, decode_grant(encoded), block_bytes)
 
 
 def serve(sock: socket.socket, device: int) -> None:

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from vllm_mc2.connector.metadata import MapPeer
 from vllm_mc2.connector.pulling import PullSource
-from vllm_mc2.device_messages import DeviceHello
+from vllm_mc2.connector.remote_pulling import Part
+from vllm_mc2.device_messages import DeviceGrant, DeviceHello
 from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout
 from vllm_mc2.memory import OwnRegion, WorkerMemory
 from vllm_mc2.protocol import Message, WorkerHello
@@ -67,8 +68,12 @@ class Backend(Protocol):
         """What a peer must know to let our device map its memory."""
         ...
 
-    def has_scattered_heads(self, kv_cache_layout: str) -> bool:
-        """Whether one rank's heads of a block are not in one piece, where ``kv_cache_layout`` is vLLM's name for the layout."""
+    def slices(self, rank: int, size: int, peer_size: int) -> list[HeadSlice]:
+        """What ``rank`` of our ``size`` ranks takes from a peer with ``peer_size``.
+
+        Raises:
+            LayoutError: its part of a block cannot be told apart.
+        """
         ...
 
     def grant(self, key: int, hello: WorkerHello) -> Answer:
@@ -84,6 +89,18 @@ class Backend(Protocol):
 
         Raises:
             MC2Error, OSError, ValueError: they cannot be mapped, and nothing of them is.
+        """
+        ...
+
+    def remote_grant(self) -> DeviceGrant | None:
+        """What lets other hosts map our memory; None where they cannot, or read it by a transfer engine."""
+        ...
+
+    def open_remote(self, grant: DeviceGrant, part: HeadSlice) -> Part:
+        """Map another host's memory.
+
+        Raises:
+            DeviceError, LayoutError: it cannot be mapped, or its blocks do not fit ours.
         """
         ...
 

@@ -104,6 +104,8 @@ def unsupported_engine(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return f"pipeline_parallel_size {parallel.pipeline_parallel_size}: only 1 is supported"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return f"prefill_context_parallel_size {parallel.prefill_context_parallel_size}: only 1 is supported"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         return f"decode_context_parallel_size {parallel.decode_context_parallel_size}: only 1 is supported"
     if not kv_cache_config.kv_cache_groups:

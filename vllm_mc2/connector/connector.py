@@ -215,7 +215,7 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
             self._stats,
             self._remote_prefill(workers),
         )
-        logger.info("prefill %s hands over in place; sockets in %s", self._engine_id(), self._directory)
+        logger.info("prefill %s hands over; sockets in %s", self._engine_id(), self._directory)
         return half
 
     def _remote_prefill(self, workers: list[MC2Handshake]) -> RemotePrefill | None:

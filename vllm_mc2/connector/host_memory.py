@@ -14,8 +14,10 @@ from vllm_mc2.connector import compat
 from vllm_mc2.connector.backend import Ask
 from vllm_mc2.connector.metadata import MapPeer
 from vllm_mc2.connector.pulling import PullSource
+from vllm_mc2.connector.remote_pulling import Part
+from vllm_mc2.device_messages import DeviceGrant
 from vllm_mc2.errors import LayoutError
-from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, make_plan
+from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, head_slices, make_plan
 from vllm_mc2.memory import Copier, OwnRegion, WorkerMemory, map_elsewhere
 from vllm_mc2.protocol import PoolGrant, Refusal, WorkerHello
 from vllm_mc2.session import Answer
@@ -87,6 +89,7 @@ class HostMemory:
         self._is_producer = is_producer
         self._is_consumer = is_consumer
         self._layers: list[list[str]] = []
+        self._layout = str(getattr(kv_cache_config, "kv_cache_layout", None))
         if compat.check_allocation():
             return  # the plan is made when vLLM has allocated
         self._layers = compat.layers_of_regions(kv_cache_config)
@@ -166,9 +169,11 @@ class HostMemory:
     def device_hello(self) -> None:
         """There is no device."""
 
-    def has_scattered_heads(self, kv_cache_layout: str) -> bool:
-        """Unless heads come before tokens."""
-        return "HN" not in kv_cache_layout
+    def slices(self, rank: int, size: int, peer_size: int) -> list[HeadSlice]:
+        """A rank's heads are in one piece where heads come before tokens."""
+        if size != peer_size and "HN" not in self._layout:
+            raise LayoutError(f"KV cache layout {self._layout}: a head's part of a block is not in one piece")
+        return head_slices(rank, size, peer_size)
 
     def grant(self, key: int, hello: WorkerHello) -> Answer:
         """The pool's descriptor; the mapping outlives the session."""
@@ -205,6 +210,13 @@ class HostMemory:
         finally:
             close_all(fds)
         return memory.copier(base, self.own, self.plan.num_local, part)
+
+    def remote_grant(self) -> None:
+        """A transfer engine reads host memory."""
+
+    def open_remote(self, grant: DeviceGrant, part: HeadSlice) -> Part:
+        """A device's memory is not for the host."""
+        raise LayoutError("the peer's blocks are a device's memory, ours are the host's")
 
     def watch(self, key: int, source: PullSource) -> None:
         """Pages live as long as they are mapped: whether the peer does is the scheduler's business."""

@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_mc2.device_messages import DeviceGrant
 from vllm_mc2.layout import AddressPlan, PoolLayout
 from vllm_mc2.protocol import RemoteGrant, TcpAddress, Ticket
 
@@ -91,7 +92,7 @@ class MC2Handshake(KVConnectorHandshakeMetadata):
     socket_id: str | None
     """Where the worker listens; None when nothing can be handed over."""
     fingerprint: dict[str, str] = field(default_factory=dict)
-    remote: RemoteGrant | None = None
+    remote: RemoteGrant | DeviceGrant | None = None
     """Where other hosts can read the pool, if they can."""
     control_token: str = ""
     """Proves to the worker that its own scheduler speaks."""

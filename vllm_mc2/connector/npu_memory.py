@@ -7,8 +7,10 @@ prefill stops, it says so first and waits until its importers have unmapped; the
 """
 
 import hashlib
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_mc2._native import AclError, DeviceCopier, DeviceImport
 from vllm_mc2.ascend.acl import load_acl
+from vllm_mc2.ascend.attach_probe import probe_attach
 from vllm_mc2.ascend.caches import CacheLayout, CacheStrip, read_caches
 from vllm_mc2.ascend.settings import environment_facts
 from vllm_mc2.ascend.sharing import Shared, native_segments, share_storages
@@ -30,12 +33,28 @@ from vllm_mc2.connector.metadata import MapPeer
 from vllm_mc2.connector.pulling import PullSource
 from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
 from vllm_mc2.errors import DeviceError, LayoutError
-from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, make_plan
+from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, head_slices, make_plan
 from vllm_mc2.memory import OwnRegion, WorkerMemory
 from vllm_mc2.protocol import MAX_FRAME_BYTES, Refusal, WorkerHello, encode
 from vllm_mc2.session import Answer, Session
 
 logger = logging.getLogger("vllm.mc2.npu")
+
+RETRY_SECONDS = 0.1
+ATTEMPTS_A_LOG_LINE = 100
+
+
+def why_npu_attach_off(config: MC2Config) -> str:
+    """Why an NPU's blocks are copied, not used in place. There always is a reason today."""
+    if not config.npu_attach:
+        return "on NPUs it is off (npu_attach)"
+    try:
+        refused = probe_attach(load_acl(), int(torch.npu.current_device()))
+    except DeviceError as error:
+        refused = str(error)
+    if refused:
+        return f"this NPU does not pass the probe for it: {refused}"
+    return "the probe for it has passed, but vllm-ascend has no hook through which its KV cache could be put into one range"
 
 
 class NpuStrip(NamedTuple):
@@ -94,24 +113,63 @@ def _token_strips(mine: CacheStrip, theirs: DeviceStrip, part: HeadSlice, num_to
         )
 
 
+class NpuPart:
+    """The memory of one of the peer's workers, mapped. See :class:`~vllm_mc2.connector.remote_pulling.Part`."""
+
+    def __init__(self, imported: DeviceImport, copier: DeviceCopier) -> None:
+        """Takes over both."""
+        self._imported = imported
+        self._copier = copier
+
+    def read(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
+        """From device to device.
+
+        Raises:
+            DeviceError: a copy has failed. Nothing is written any more.
+        """
+        try:
+            self._copier.copy(list(own_ids), list(peer_ids))
+        except AclError as error:
+            self._wait_until_nothing_is_written()
+            raise DeviceError(str(error)) from error
+
+    def _wait_until_nothing_is_written(self) -> None:
+        """After a failed copy, nearly always at once. As long as a stream can neither be emptied nor ended, the request's blocks
+        must be nobody else's, which they are until this returns.
+        """
+        for num_attempts in itertools.count():
+            try:
+                self._copier.copy([], [])
+            except AclError as error:
+                if num_attempts % ATTEMPTS_A_LOG_LINE == 0:
+                    logger.error("a copy that has failed may still be writing, its blocks are kept: %s", error)  # noqa: TRY400
+                time.sleep(RETRY_SECONDS)
+            else:
+                return
+
+    def close(self) -> None:
+        """Unmap."""
+        try:
+            self._copier.close()
+            self._imported.close()
+        except AclError as error:
+            logger.warning("a peer's memory could not be unmapped: %s", error)
+
+
 class NpuSource:
-    """One peer's memory, mapped."""
+    """One peer on this host."""
 
     def __init__(self, on_close: Callable[["NpuSource"], None]) -> None:
         """``on_close`` is called before the sessions end."""
         self._on_close = on_close
         self.sessions: list[Session] = []
-        self.imports: list[DeviceImport] = []
-        self.copiers: list[DeviceCopier] = []
+        self.parts: list[NpuPart] = []
 
     def copy(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
         """Puller's thread."""
         self._require_peer()
-        try:
-            for copier in self.copiers:
-                copier.copy(list(own_ids), list(peer_ids))
-        except AclError as error:
-            raise DeviceError(str(error)) from error
+        for part in self.parts:
+            part.read(own_ids, peer_ids)
         self._require_peer()
 
     def _require_peer(self) -> None:
@@ -124,10 +182,8 @@ class NpuSource:
 
     def close(self) -> None:
         """Unmap, and say so by ending the sessions."""
-        for copier in self.copiers:
-            copier.close()
-        for imported in self.imports:
-            imported.close()
+        for part in self.parts:
+            part.close()
         self._on_close(self)
         for session in self.sessions:
             session.close()
@@ -164,6 +220,7 @@ class NpuMemory:
         self._is_replicated = all("MLA" in kind for kind in compat.group_kinds(kv_cache_config))
         self._environment = environment_facts(vllm_config)
         self._num_streams = config.pull_threads
+        self._has_remote_peers = config.tcp_address is not None and config.resolve_tcp_secret() is not None
         self._rank = rank
         self._is_producer = is_producer
         self._forget = forget
@@ -195,7 +252,7 @@ class NpuMemory:
             for tensor in cache if isinstance(cache, tuple | list) else (cache,):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage
-        shared = share_storages(self._acl, self._device, list(storages.values()))
+        shared = share_storages(self._acl, self._device, list(storages.values()), fabric=self._has_remote_peers)
         for reason in shared.passed_over:
             logger.info("not shared by %s", reason)
         logger.info(
@@ -235,9 +292,10 @@ class NpuMemory:
         except AclError as error:
             raise DeviceError(str(error)) from error
 
-    def has_scattered_heads(self, kv_cache_layout: str) -> bool:
-        """They are in every token, which :func:`strips_between` follows."""
-        return False
+    def slices(self, rank: int, size: int, peer_size: int) -> list[HeadSlice]:
+        """All of a peer's ranks hold the same of a latent cache, so that one is enough."""
+        found = head_slices(rank, size, peer_size)
+        return found[:1] if self._is_replicated else found
 
     def grant(self, key: int, hello: WorkerHello) -> Answer:
         """How to map our memory. The session stays open for as long as it is mapped."""
@@ -268,17 +326,23 @@ class NpuMemory:
         """Map the memory of the peer's workers that have our heads."""
         source = NpuSource(self._on_source_closed)
         try:
-            for part in parts[:1] if self._is_replicated else parts:
+            for part in parts:
                 grant, _, session = ask(part.peer_rank, DeviceGrant, 0)
                 source.sessions.append(session)
-                self._map(source, grant, part)
-        except AclError as error:
-            source.close()
-            raise DeviceError(str(error)) from error
+                source.parts.append(self._map(grant, part))
         except BaseException:
             source.close()
             raise
         return source
+
+    def remote_grant(self) -> DeviceGrant | None:
+        """Fabric handles can be imported by other servers of a SuperPoD."""
+        shared = self._shared
+        return self._grant(shared) if shared is not None and shared.way == "fabric" else None
+
+    def open_remote(self, grant: DeviceGrant, part: HeadSlice) -> NpuPart:
+        """As on this host; whether the lease still is decides what is believed."""
+        return self._map(grant, part)
 
     def watch(self, key: int, source: PullSource) -> None:
         """Unmap as soon as prefill has ended, or waits for that to be able to end."""
@@ -302,15 +366,20 @@ class NpuMemory:
         with self._lock:
             self._sources = {key: other for key, other in self._sources.items() if other is not source}
 
-    def _map(self, source: NpuSource, grant: DeviceGrant, part: HeadSlice) -> None:
+    def _map(self, grant: DeviceGrant, part: HeadSlice) -> NpuPart:
         strips = strips_between(self._layout, grant, part, self._tokens_per_block, is_replicated=self._is_replicated)
-        imported = DeviceImport(self._acl, self._device, native_segments(grant))
-        source.imports.append(imported)
-        source.copiers.append(
-            DeviceCopier(
-                self._acl, self._device, imported, [*strips], self._num_blocks, grant.num_blocks, self._num_streams
-            )
-        )
+        try:
+            imported = DeviceImport(self._acl, self._device, native_segments(grant))
+            try:
+                copier = DeviceCopier(
+                    self._acl, self._device, imported, [*strips], self._num_blocks, grant.num_blocks, self._num_streams
+                )
+            except BaseException:
+                imported.close()
+                raise
+        except AclError as error:
+            raise DeviceError(str(error)) from error
+        return NpuPart(imported, copier)
 
     def fence(self) -> Callable[[], None]:
         """Kernels that are queued now may still use the blocks that are about to be written."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_mc2.connector.fingerprint import refusal
 from vllm_mc2.connector.metadata import MC2Handshake
+from vllm_mc2.device_messages import DeviceGrant
 from vllm_mc2.network.lender import Listening, RemoteServer
 from vllm_mc2.protocol import Message, Refusal, RemoteGrant, TcpAddress, WorkerHello
 from vllm_mc2.session import Answer
@@ -27,11 +28,13 @@ class RemotePrefill:
         self._server = RemoteServer(self.listening, on_hello, on_close)
         return self._server.address
 
-    def grant(self, hello: WorkerHello) -> RemoteGrant | Refusal:
+    def grant(self, hello: WorkerHello) -> RemoteGrant | DeviceGrant | Refusal:
         """Where a decode's worker can read the pool that it asks for, if its blocks are made of the same."""
         worker = self._workers.get(hello.rank)
-        if worker is None or worker.remote is None:
+        if worker is None:
             return Refusal("rank", str(hello.rank), f"one of {sorted(self._workers)}")
+        if worker.remote is None:
+            return Refusal("host", "another", "this one: the memory here cannot be mapped or read from elsewhere")
         return refusal(worker.fingerprint, hello.rank, hello) or worker.remote
 
     def close(self) -> None:

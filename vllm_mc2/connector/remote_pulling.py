@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm_mc2.connector.metadata import PullOrder
 from vllm_mc2.connector.pulling import PullResults
@@ -36,11 +36,35 @@ class RemoteStrip(NamedTuple):
     num_bytes: int
 
 
-class RemotePart(NamedTuple):
+class Part(Protocol):
     """What comes from one of the peer's workers."""
+
+    def read(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
+        """Read these blocks; one thread at a time.
+
+        Raises:
+            MC2Error, ValueError: not all of them are there.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what it takes to read. Nothing is written by it any more then. Idempotent."""
+        ...
+
+
+class RemotePart(NamedTuple):
+    """Read over the network by a transfer engine."""
 
     reader: Reader
     strips: Sequence[RemoteStrip]
+
+    def read(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
+        """See :class:`Part`."""
+        self.reader.read(pieces_of(self.strips, own_ids, peer_ids))
+
+    def close(self) -> None:
+        """See :class:`Part`."""
+        self.reader.close()
 
 
 def strips_of(own: Sequence[OwnRegion], grant: RemoteGrant, part: HeadSlice) -> list[RemoteStrip]:
@@ -93,11 +117,11 @@ class RemoteSource:
     def __init__(
         self,
         session: RemoteSession,
-        parts: Sequence[RemotePart],
+        parts: Sequence[Part],
         results: PullResults,
         on_broken: Callable[[str], None],
     ) -> None:
-        """Takes over the session and the readers."""
+        """Takes over the session and the parts."""
         self._session = session
         self._parts = parts
         self._results = results
@@ -120,14 +144,14 @@ class RemoteSource:
         while (order := self._orders.get()) is not None:
             self._do(order)
         for part in self._parts:
-            part.reader.close()
+            part.close()
 
     def _do(self, order: PullOrder) -> None:
         try:
             if self._broken or self._session.is_gone():
                 raise PeerUnreachableError(self._broken or "the peer is gone")
             for part in self._parts:
-                part.reader.read(pieces_of(part.strips, order.own_ids, order.peer_ids))
+                part.read(order.own_ids, order.peer_ids)
         except Exception as error:
             # Thread border: vLLM waits for an answer to every order, whatever happens in somebody else's engine.
             self._give_up(order, error)
@@ -143,7 +167,7 @@ class RemoteSource:
         known = isinstance(error, MC2Error)
         logger.warning("request %s: its blocks could not be read: %s", order.request_id, error, exc_info=not known)
         for part in self._parts:
-            part.reader.close()
+            part.close()
         # From here on nothing is written any more.
         self._results.add_failure(order)
         if not self._broken:

@@ -34,8 +34,7 @@ from vllm_mc2.connector.inspecting import answer_for_worker
 from vllm_mc2.connector.metadata import MapPeer, MapResult, MC2Handshake, MC2Metadata, MC2WorkerMetadata
 from vllm_mc2.connector.pulling import Puller, PullResults
 from vllm_mc2.connector.worker_network import WorkerNetwork
-from vllm_mc2.errors import DeviceError, LayoutError, MC2Error, PeerRefusedError, PeerUnreachableError
-from vllm_mc2.layout import HeadSlice, head_slices
+from vllm_mc2.errors import DeviceError, MC2Error, PeerRefusedError, PeerUnreachableError
 from vllm_mc2.memory import WorkerMemory
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
@@ -60,7 +59,9 @@ def why_attach_off(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, conf
     if config.mode == "pull":
         return "mode is pull"
     if vllm_config.device_config.device_type == "npu":
-        return "an NPU's blocks are copied: attach on NPUs is off (npu_attach)"
+        from vllm_mc2.connector.npu_memory import why_npu_attach_off
+
+        return why_npu_attach_off(config)
     obstacle = compat.why_not_in_place(kv_cache_config)
     if obstacle is not None:
         return obstacle
@@ -98,7 +99,8 @@ class WorkerHalf:
         self._meta: MC2Metadata | None = None
         self._pull_results = PullResults()
         self._puller = Puller(self._pull_results)
-        self._network = WorkerNetwork(config, self._rank, self._pull_results, self._results.put)
+        is_device = vllm_config.device_config.device_type == "npu"
+        self._network = WorkerNetwork(config, self._rank, self._pull_results, self._results.put, is_device=is_device)
         self._backend: Backend | None = None
         self.attach_off = why_attach_off(vllm_config, kv_cache_config, config)
         self.off_reason = compat.unsupported_engine(vllm_config, kv_cache_config)
@@ -106,7 +108,6 @@ class WorkerHalf:
             self.off_reason = self.attach_off
         if self.off_reason is None:
             self._fingerprint = fingerprint(vllm_config, kv_cache_config, config.model_identity)
-            self._layout = str(getattr(kv_cache_config, "kv_cache_layout", None))
             try:
                 self._backend = self._make_backend(vllm_config, kv_cache_config)
             except DeviceError as error:
@@ -170,7 +171,7 @@ class WorkerHalf:
             logger.warning("hand-off is off in this worker: %s", error)
             return
         self._fingerprint |= self._backend.facts()
-        self._network.share(self._backend.memory, self._is_producer)
+        self._network.share(self._backend, self._is_producer)
         self._server = SessionServer(self._directory, self._socket_id, self._on_hello, self._backend.on_close)
 
     def handshake(self) -> MC2Handshake:
@@ -260,9 +261,9 @@ class WorkerHalf:
         assert self._backend is not None
         reason, detail = None, ""
         try:
-            parts = self._parts(len(order.socket_ids))
+            parts = self._backend.slices(self._rank, self._size, len(order.socket_ids))
             if order.address is not None:
-                self._network.reach(order, order.address, parts, self._backend.own, self._fingerprint)
+                self._network.reach(order, order.address, parts, self._backend, self._fingerprint)
             else:
                 source = self._backend.open_source(order, parts, partial(self.ask, order))
                 self._puller.add_source(order.key, source)
@@ -281,12 +282,6 @@ class WorkerHalf:
                 self._backend.prefault(order.base)
             except OSError as error:
                 logger.warning("could not prefault a peer's pool, first touches will be slower: %s", error)
-
-    def _parts(self, num_ranks: int) -> list[HeadSlice]:
-        assert self._backend is not None
-        if num_ranks != self._size and self._backend.has_scattered_heads(self._layout):
-            raise LayoutError(f"KV cache layout {self._layout}: a head's part of a block is not in one piece")
-        return head_slices(self._rank, self._size, num_ranks)
 
     def ask(self, order: MapPeer, rank: int, expected: type[M], num_fds: int) -> tuple[M, list[int], Session]:
         """Say hello to the peer's worker ``rank``. See :class:`~vllm_mc2.connector.backend.Ask`."""

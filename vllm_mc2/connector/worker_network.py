@@ -5,12 +5,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from vllm_mc2.config import MC2Config
+from vllm_mc2.connector.backend import Backend
 from vllm_mc2.connector.metadata import MapPeer, MapResult
 from vllm_mc2.connector.pulling import PullResults
-from vllm_mc2.connector.remote_pulling import RemotePart, RemotePuller, RemoteSource, strips_of
+from vllm_mc2.connector.remote_pulling import Part, RemotePart, RemotePuller, RemoteSource, strips_of
+from vllm_mc2.device_messages import DeviceGrant
 from vllm_mc2.errors import ConfigError, PeerUnreachableError, TransportError
 from vllm_mc2.layout import HeadSlice
-from vllm_mc2.memory import OwnRegion, WorkerMemory
+from vllm_mc2.memory import OwnRegion
 from vllm_mc2.network.address import resolve_own_address
 from vllm_mc2.network.borrower import RemoteSession, open_remote_session
 from vllm_mc2.network.loop import LoopThread
@@ -21,14 +23,23 @@ from vllm_mc2.protocol import PROTOCOL_VERSION, RemoteGrant, TcpAddress, WorkerH
 class WorkerNetwork:
     """Of one worker. Does nothing without a secret."""
 
-    def __init__(self, config: MC2Config, rank: int, results: PullResults, report: Callable[[MapResult], None]) -> None:
-        """``report``: takes what the scheduler must know of a peer.
+    def __init__(
+        self,
+        config: MC2Config,
+        rank: int,
+        results: PullResults,
+        report: Callable[[MapResult], None],
+        *,
+        is_device: bool = False,
+    ) -> None:
+        """``report``: takes what the scheduler must know of a peer. ``is_device``: our blocks are a device's memory, which other
+        hosts map rather than read over the network.
 
         Raises:
             ConfigError: there is a secret, but no transfer engine to use it with, or no address.
         """
         self.puller = RemotePuller(results)
-        self.grant: RemoteGrant | None = None
+        self.grant: RemoteGrant | DeviceGrant | None = None
         self._config = config
         self._rank = rank
         self._pull_results = results
@@ -40,7 +51,8 @@ class WorkerNetwork:
         self._loop_lock = threading.Lock()
         self._remote_keys: set[int] = set()
         """Peers on other hosts."""
-        if self._secret is None:
+        self._is_device = is_device
+        if self._secret is None or is_device:
             return
         problem = why_no_mooncake()
         if problem is not None:
@@ -49,12 +61,14 @@ class WorkerNetwork:
             self._own_host = resolve_own_address(config.tcp_address)
         self._transport = MooncakeTransport(config.tcp_timeout_seconds)
 
-    def share(self, memory: WorkerMemory | None, is_producer: bool) -> None:
+    def share(self, backend: Backend, is_producer: bool) -> None:
         """Prefill: make the pool readable for those who are told where it is.
 
         Raises:
             ConfigError: the transfer engine does not start on ``tcp_address``.
         """
+        self.grant = backend.remote_grant()
+        memory = backend.memory
         if self._transport is None or self._own_host is None or memory is None or not is_producer:
             return
         plan = memory.plan
@@ -78,7 +92,7 @@ class WorkerNetwork:
         order: MapPeer,
         address: TcpAddress,
         slices: Sequence[HeadSlice],
-        own: Sequence[OwnRegion],
+        backend: Backend,
         fingerprint: dict[str, str],
     ) -> None:
         """Decode: open a session and readers; from now on blocks can be read from there. Blocks; on a thread of its own.
@@ -86,23 +100,21 @@ class WorkerNetwork:
         Raises:
             PeerUnreachableError, PeerRefusedError, ProtocolError: as
                 :func:`~vllm_mc2.network.borrower.open_remote_session`.
-            TransportError, LayoutError: nothing can be read from there.
+            TransportError, DeviceError, LayoutError: nothing can be read from there.
         """
         sessions: list[RemoteSession] = []
-        readers: list[Reader] = []
-        parts = []
+        parts: list[Part] = []
         try:
             for part in slices:
-                grant, session = self._ask(address, part.peer_rank, fingerprint)
+                hello = WorkerHello(PROTOCOL_VERSION, part.peer_rank, "pull", fingerprint, backend.device_hello())
+                grant, session = self._ask(address, hello)
                 sessions.append(session)
-                strips = strips_of(own, grant, part)
-                readers.append(self._open_reader(grant, own, self._own_host or session.local_host))
-                parts.append(RemotePart(readers[-1], strips))
+                parts.append(self._open_part(grant, part, backend, self._own_host or session.local_host))
         except BaseException:
             for session in sessions:
                 session.close()
-            for reader in readers:
-                reader.close()
+            for opened in parts:
+                opened.close()
             raise
         for session in sessions[1:]:
             session.close()  # one is enough to ask about leases
@@ -112,10 +124,10 @@ class WorkerNetwork:
 
         self.puller.add_source(order.key, RemoteSource(sessions[0], parts, self._pull_results, on_broken))
 
-    def _ask(self, address: TcpAddress, rank: int, fingerprint: dict[str, str]) -> tuple[RemoteGrant, RemoteSession]:
+    def _ask(self, address: TcpAddress, hello: WorkerHello) -> tuple[RemoteGrant | DeviceGrant, RemoteSession]:
         if self._secret is None:
             raise PeerUnreachableError(errno.EPERM, "no secret here")
-        hello = WorkerHello(PROTOCOL_VERSION, rank, "pull", fingerprint)
+        expected: type[RemoteGrant | DeviceGrant] = DeviceGrant if self._is_device else RemoteGrant
         with self._loop_lock:
             self._loop = self._loop or LoopThread()
         return open_remote_session(
@@ -123,10 +135,16 @@ class WorkerNetwork:
             address,
             self._secret,
             hello,
-            RemoteGrant,
+            expected,
             self._config.handshake_timeout_seconds,
             self._config.tcp_timeout_seconds,
         )
+
+    def _open_part(self, grant: RemoteGrant | DeviceGrant, part: HeadSlice, backend: Backend, host: str) -> Part:
+        if isinstance(grant, DeviceGrant):
+            return backend.open_remote(grant, part)
+        strips = strips_of(backend.own, grant, part)
+        return RemotePart(self._open_reader(grant, backend.own, host), strips)
 
     def _open_reader(self, grant: RemoteGrant, own: Sequence[OwnRegion], host: str) -> Reader:
         assert self._transport is not None

@@ -1,0 +1,163 @@
+"""Starts engine processes on the simulated NPUs, and talks to them."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_mc2.ascend.calls import receive, send
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_SECONDS = 100.0
+READ_EARLY = ("MC2_ACL_SIM_", "PYTORCH_")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class EngineError(Exception):
+    """What an engine process said."""
+
+
+class Nursery:
+    """Forks engines out of a process that has imported everything (:mod:`tests.ascend.nursery`)."""
+
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(ANSWER_SECONDS)
+        self._log = log.open("ab")
+        self._environment = dict(environment)
+        self._fresh: list[subprocess.Popen[bytes]] = []
+        with theirs:
+            command = [sys.executable, "-m", "tests.ascend.nursery", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env={**environment, **ONE_THREAD}, cwd=ROOT, stdout=self._log, stderr=self._log
+            )
+        assert self._control.recv(16) == b"ready", f"see {log}"
+
+    def fork(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket) -> int:
+        """The engine's process id."""
+        message = json.dumps({"arguments": arguments, "environment": dict(environment)}).encode()
+        socket.send_fds(self._control, [message], [theirs.fileno(), self._log.fileno()])
+        return int(self._control.recv(16))
+
+    def knows(self, environment: Mapping[str, str]) -> bool:
+        """Whether an engine with this environment can be forked: some settings are read when libraries are loaded."""
+        names = {name for name in (*environment, *self._environment) if name.startswith(READ_EARLY)}
+        return all(environment.get(name) == self._environment.get(name) for name in names - {"MC2_ACL_SIM_DIR"})
+
+    def start_afresh(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket) -> int:
+        """The process id of an engine that imports everything itself; it is reaped when the nursery is closed."""
+        command = [sys.executable, "-m", "tests.ascend.engine", str(theirs.fileno()), *arguments]
+        started = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=dict(environment), cwd=ROOT, stdout=self._log, stderr=self._log
+        )
+        self._fresh.append(started)
+        return started.pid
+
+    def close(self) -> None:
+        self._control.close()
+        for process in (self._process, *self._fresh):
+            process.wait(20)
+        self._log.close()
+
+
+class EngineProcess:
+    """One of :mod:`tests.ascend.engine`."""
+
+    def __init__(self, nursery: Nursery, environment: Mapping[str, str], *arguments: str) -> None:
+        self._sock, theirs = socket.socketpair()
+        self._sock.settimeout(ANSWER_SECONDS)
+        with theirs:
+            if nursery.knows(environment):
+                self.pid = nursery.fork(environment, list(arguments), theirs)
+            else:
+                self.pid = nursery.start_afresh(environment, list(arguments), theirs)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._is_ready = False
+
+    def _is_over(self, timeout_seconds: float) -> bool:
+        return bool(select.select([self._pidfd], [], [], timeout_seconds)[0])
+
+    def wait_ready(self) -> None:
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        self.wait_ready()
+        send(self._sock, [name, list(arguments)])
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.begin(name, *arguments)
+        return self._answer()
+
+    def answer(self) -> Any:
+        return self._answer()
+
+    def _answer(self) -> Any:
+        answer = receive(self._sock)
+        if answer is None:
+            raise EngineError("the process has ended, see the log")
+        outcome, value = answer
+        if outcome != "ok":
+            raise EngineError(value)
+        return value
+
+    def kill(self) -> None:
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        assert self._is_over(10)
+        self._sock.close()
+
+    def close(self) -> None:
+        self._sock.close()
+        if not self._is_over(20):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            assert self._is_over(10)
+        os.close(self._pidfd)
+
+
+class Fleet:
+    """The engines of one test: they share a socket directory and a simulated machine."""
+
+    def __init__(self, nursery: Nursery, environment: Mapping[str, str], model: Path, socket_dir: Path) -> None:
+        self._nursery = nursery
+        self.environment = dict(environment)
+        self.socket_dir = socket_dir
+        self._model = model
+        self._engines: list[EngineProcess] = []
+
+    def start(
+        self, role: str, shape: str = "keys and values", npu: int | None = None, **environment: str
+    ) -> EngineProcess:
+        """Returns at once; the first call waits until the engine is there."""
+        device = npu if npu is not None else int(role == "kv_consumer")
+        engine = EngineProcess(
+            self._nursery,
+            {**self.environment, **environment},
+            str(self._model),
+            str(self.socket_dir),
+            role,
+            shape,
+            str(device),
+        )
+        self._engines.append(engine)
+        return engine
+
+    def close(self) -> None:
+        for engine in reversed(self._engines):
+            engine.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [(length * 31 + 7 * i + 101 * seed) % 997 for i in range(length)]
+
+
+def prefill(engine: EngineProcess, request_id: str, prompt: list[int]) -> dict[str, Any]:
+    """The ticket of a request's prefill leg."""
+    params: dict[str, Any] = engine.call("run", request_id, prompt, {"do_remote_decode": True}, 1)["params"]
+    return params
