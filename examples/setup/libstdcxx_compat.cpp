@@ -7,10 +7,12 @@
 extern "C" {
 
 // std::__throw_bad_array_new_length(), GLIBCXX_3.4.29.
-[[noreturn, gnu::visibility("hidden")]] void mc2_throw_bad_array_new_length() asm("_ZSt28__throw_bad_array_new_lengthv");
+[[noreturn, gnu::visibility("hidden")]] void mc2_throw_bad_array_new_length() asm(
+    "_ZSt28__throw_bad_array_new_lengthv");
 
 // std::exception_ptr's copy constructor and destructor, CXXABI_1.3.3, which newer headers have inline as the two below.
-void mc2_exception_ptr_copy(void* self, void* const* other) asm("_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
+void mc2_exception_ptr_copy(void* self, void* const* other) asm(
+    "_ZNSt15__exception_ptr13exception_ptrC1ERKS0_");
 void mc2_exception_ptr_destroy(void** self) asm("_ZNSt15__exception_ptr13exception_ptrD1Ev");
 
 // std::exception_ptr::_M_addref() and _M_release(), CXXABI_1.3.13.

@@ -31,6 +31,7 @@ from vllm_mc2.ascend.calls import receive, send
 from vllm_mc2.connector import compat
 
 VOCABULARY = 1000
+DEVICE_TO_DEVICE = 3
 LIVE = ("reservations", "mappings", "physical", "imports", "exports", "ipc_imports", "ipc_exports", "streams", "events")
 
 
@@ -116,7 +117,7 @@ class Server:
         """One request to its end."""
         tokens, reason, answer = self.engine.run(request_id, prompt, params, num_tokens)
         return {
-            "tokens": tokens, "reason": reason, "params": answer, "computed": self.engine.computed[request_id],
+            "tokens": tokens, "reason": reason, "params": answer, "computed": self.engine.computed.get(request_id, 0),
             "is_right": tokens == self.engine.expected(prompt, num_tokens),
         }  # fmt: skip
 
@@ -127,6 +128,9 @@ class Server:
 
     def off_reason(self) -> Any:
         return self.engine.worker._worker.off_reason
+
+    def attach_off(self) -> str:
+        return str(self.engine.worker._worker.attach_off)
 
     def num_free(self) -> int:
         return int(self.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -166,6 +170,18 @@ class Server:
     def slow(self, delay_us: int) -> None:
         """Each copy takes so long, until the engine computes something."""
         self.engine.set_copy_delay(delay_us)
+
+    def queue_zeros(self, delay_us: int) -> None:
+        """Tell the device, and do not wait, to write zeros over the whole cache; every copy takes so long."""
+        slots = [tensor for cache in self.engine.caches.values() for tensor in cache.slots]
+        self.zeros = [torch.zeros_like(tensor) for tensor in slots]
+        torch.npu.synchronize()
+        self.slow(delay_us)
+        copy: Any = self.simulator.aclrtMemcpyAsync
+        copy.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 2 + [ctypes.c_int, ctypes.c_void_p]
+        stream = torch.npu.current_stream().npu_stream
+        for tensor, zero in zip(slots, self.zeros, strict=True):
+            assert copy(tensor.data_ptr(), tensor.nbytes, zero.data_ptr(), zero.nbytes, DEVICE_TO_DEVICE, stream) == 0
 
     def clear(self) -> None:
         self.simulator.mc2_sim_clear_faults()

@@ -35,7 +35,12 @@ class Nursery:
         with theirs:
             command = [sys.executable, "-m", "tests.ascend.nursery", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env={**environment, **ONE_THREAD}, cwd=ROOT, stdout=self._log, stderr=self._log
+                command,
+                pass_fds=[theirs.fileno()],
+                env={**environment, **ONE_THREAD},
+                cwd=ROOT,
+                stdout=self._log,
+                stderr=self._log,
             )
         assert self._control.recv(16) == b"ready", f"see {log}"
 

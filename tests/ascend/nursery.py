@@ -3,8 +3,8 @@
     python -m tests.ascend.nursery SOCKET
 
 It has one thread and touches neither a device nor the simulator, so that an engine starts as if it had imported everything
-itself. Each message is ``{"arguments": [...], "environment": {...}}`` with the engine's socket and log; the answer is its process id.
-When whoever started it is gone, so are it and its engines.
+itself. Each message is ``{"arguments": [...], "environment": {...}}`` with the engine's socket and log; the answer is its
+process id. When whoever started it is gone, so are it and its engines.
 """
 
 import ctypes

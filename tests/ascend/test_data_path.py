@@ -255,6 +255,78 @@ def test_caches_of_different_kinds_are_refused_by_name(make_fleet: MakeFleet) ->
     assert answer["params"]["mc2"]["reason"] == "peer_refused"
 
 
+def test_a_copy_waits_for_what_is_queued_on_the_device(make_fleet: MakeFleet) -> None:
+    """Kernels of requests that have ended may still write to blocks that are somebody else's by now."""
+    fleet = make_fleet()
+    producer, consumer = fleet.start("kv_producer"), fleet.start("kv_consumer")
+    hand_over(producer, consumer, "warm", prompt_of(5))
+    prompt = prompt_of(100)
+    ticket = prefill(producer, "r", prompt)
+    consumer.call("queue_zeros", 200_000)
+    answer = consumer.call("run", "r", prompt, ticket, 6)
+    assert answer["is_right"] and answer["params"]["mc2"]["way"] == "pull" and answer["computed"] == 1, answer
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_copy_follows_the_policy(make_fleet: MakeFleet, policy: str) -> None:
+    fleet = make_fleet()
+    producer, consumer = fleet.start("kv_producer"), fleet.start("kv_consumer", MC2_TEST_POLICY=policy)
+    num_free = producer.call("num_free")
+    hand_over(producer, consumer, "warm", prompt_of(5))
+    prompt = prompt_of(60)
+    ticket = prefill(producer, "r", prompt)
+    consumer.call("fail", "copy-task", 0, 507057, 1)
+    answer = consumer.call("run", "r", prompt, ticket, 6)
+    if policy == "fail":
+        assert answer["reason"] == "error"
+    else:
+        assert answer["is_right"] and answer["computed"] == 60
+    hand_over(producer, consumer, "next", prompt_of(70, 1))
+    assert_nothing_is_left(producer, consumer, num_free)
+
+
+FABRIC = {"MC2_ACL_SIM_FABRIC": "1", "MC2_TCP_SECRET": "a secret of the tests' own"}
+
+
+def test_another_server_of_a_superpod(make_fleet: MakeFleet) -> None:
+    """Two servers share nothing here but the fabric: no common socket directory."""
+    here, there = make_fleet(**FABRIC), make_fleet(**FABRIC)
+    producer = here.start("kv_producer", MC2_TEST_EXTRA='{"tcp_address": "127.0.0.1"}')
+    consumer = there.start("kv_consumer", MC2_ACL_SIM_DIR=here.environment["MC2_ACL_SIM_DIR"])
+    assert producer.call("way") == "fabric"
+    num_free = producer.call("num_free")
+    for number in range(3):
+        answer = hand_over(producer, consumer, f"r{number}", prompt_of(90, number))
+        assert (answer["params"]["mc2"]["way"], answer["params"]["mc2"]["reason"]) == ("pull", "other_host"), answer
+        assert answer["computed"] == 1
+    assert_nothing_is_left(producer, consumer, num_free)
+    # And on its own server, with the same handles.
+    local = here.start("kv_consumer")
+    assert hand_over(producer, local, "local", prompt_of(50))["params"]["mc2"]["reason"] == "attach_off"
+    producer.kill()
+    assert consumer.call("wait_live", "imports", 0) == 0
+
+
+def test_a_server_without_fabric_tells_other_servers_so(make_fleet: MakeFleet) -> None:
+    secret = {"MC2_TCP_SECRET": FABRIC["MC2_TCP_SECRET"]}
+    here, there = make_fleet(**secret), make_fleet(**secret)
+    producer = here.start("kv_producer", MC2_TEST_EXTRA='{"tcp_address": "127.0.0.1"}')
+    consumer = there.start("kv_consumer")
+    assert producer.call("way") == "handle_v2"
+    answer = consumer.call("run", "r", prompt_of(60), prefill(producer, "r", prompt_of(60)), 6)
+    assert answer["is_right"] and answer["computed"] == 60
+    assert answer["params"]["mc2"]["reason"] == "peer_refused"
+
+
+def test_the_probe_for_attach_says_what_came_of_it(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    extra = {"MC2_TEST_EXTRA": '{"npu_attach": true}'}
+    documented = fleet.start("kv_consumer", **extra)
+    other = fleet.start("kv_consumer", MC2_ACL_SIM_MIXED="1", **extra)
+    assert "aclrtMapMem: error 107000" in documented.call("attach_off")
+    assert "has passed, but vllm-ascend has no hook" in other.call("attach_off")
+
+
 def test_blocks_are_whole(make_fleet: MakeFleet) -> None:
     """Many requests at random lengths one after the other: ids are reused, both tables are shuffled."""
     fleet = make_fleet()

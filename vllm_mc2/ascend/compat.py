@@ -61,7 +61,11 @@ def parse_share(handle: bytes, base: int) -> TorchShare:
     if version == bytes([_VERSION]) and kind == b"e" and len(rest) >= _CHUNKS.size:
         chunk_bytes, num_chunks = _CHUNKS.unpack_from(rest)
         if 0 < num_chunks <= _MAX_CHUNKS and chunk_bytes > 0 and len(rest) == _CHUNKS.size + 8 * num_chunks:
-            return TorchShare(base, b"", chunk_bytes, struct.unpack_from(f"={num_chunks}Q", rest, _CHUNKS.size))
+            handles = struct.unpack_from(f"={num_chunks}Q", rest, _CHUNKS.size)
+            # torch_npu only warns where the driver cannot export, and leaves zeros (seen with 2.13.0 on a simulated driver).
+            if 0 in handles or len(set(handles)) < num_chunks:
+                raise DeviceError("torch_npu gives no handles for its expandable segments: the driver does not export them")
+            return TorchShare(base, b"", chunk_bytes, handles)
     raise DeviceError(f"torch_npu's share handle of {len(handle)} bytes is not of a form that is known")
 
 

@@ -101,7 +101,7 @@ def _devices(acl: Any) -> Finding:
     if number == 0:
         return Finding("devices", "fail", "none", "is the driver loaded, and are /dev/davinci* mounted here?")
     text = f"{number} NPU{'s' if number > 1 else ''}"
-    pods = {acl.device_info(device, _SUPER_POD_ID) for device in range(number)} - {None}
+    pods = {pod for device in range(number) if (pod := acl.device_info(device, _SUPER_POD_ID)) is not None and pod >= 0}
     if pods:
         text += f", SuperPoD {', '.join(map(str, sorted(pods)))}"
     return Finding("devices", "pass", text)

@@ -69,7 +69,8 @@ class Side:
             for index, tensor in enumerate(self._tensors()):
                 rows = [block_bytes(index, block, self._strip_bytes) for block in range(num_blocks)]
                 tensor.copy_(torch.stack(rows).view(torch.bfloat16).view(tensor.shape))
-            torch.npu.synchronize()
+        # Also where it was only zeroed: copies over other streams would be overtaken by that.
+        torch.npu.synchronize()
         return sum(strip.block_bytes for strip in self._layout.strips) * num_blocks
 
     def _tensors(self) -> list[torch.Tensor]:
