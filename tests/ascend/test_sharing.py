@@ -6,10 +6,12 @@ import pytest
 
 from vllm_mc2.ascend.caches import CacheLayout, CacheStrip
 from vllm_mc2.ascend.compat import parse_share
-from vllm_mc2.connector.npu_memory import strips_between
-from vllm_mc2.device_messages import DeviceGrant, DeviceStrip
+from vllm_mc2.connector.fingerprint import refusal
+from vllm_mc2.connector.npu_memory import cache_facts, strips_between
+from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
 from vllm_mc2.errors import DeviceError, LayoutError
 from vllm_mc2.layout import HeadSlice, head_slices
+from vllm_mc2.protocol import PROTOCOL_VERSION, WorkerHello
 
 MIB = 1 << 20
 
@@ -87,6 +89,28 @@ def test_a_latent_cache_is_taken_whole_from_one_rank() -> None:
     part = HeadSlice(peer_rank=2, own_index=0, own_parts=2)
     (strip,) = strips_between(layout(1), grant(1), part, TOKENS, is_replicated=True)
     assert (strip.own_address, strip.peer_address, strip.num_bytes) == (1000, 5000, TOKENS * DIM_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, None),
+        ({"signature": "int8[4,2,8] NZ"}, "cache_blocks"),
+        ({"signature": "int8[4,2,8] NZ", "tensor_parallel_size": "2"}, "cache_formats"),
+        ({"signature": "int8[4,1,8]", "tensor_parallel_size": "2"}, None),
+        ({"signature": "int8[4,1,8]"}, "cache_blocks"),
+        ({"signature": "bfloat16[4,2,8]", "tensor_parallel_size": "2"}, "cache_formats"),
+        ({"ascend_enable_kv_nz": "True", "tensor_parallel_size": "2"}, "ascend_enable_kv_nz"),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused_by_name(changes: dict[str, str], refused: str | None) -> None:
+    def facts(signature: str = "int8[4,2,8]", **more: str) -> dict[str, str]:
+        cache = cache_facts(layout(2, signature=signature))
+        return {"ascend_enable_kv_nz": "False", "tensor_parallel_size": "1", **cache, **more}
+
+    hello = WorkerHello(PROTOCOL_VERSION, 0, "pull", facts(**changes), DeviceHello(1))
+    answer = refusal(facts(), 0, hello)
+    assert (None if answer is None else answer.field) == refused
 
 
 HALF = HeadSlice(peer_rank=0, own_parts=2)

@@ -64,7 +64,9 @@ def parse_share(handle: bytes, base: int) -> TorchShare:
             handles = struct.unpack_from(f"={num_chunks}Q", rest, _CHUNKS.size)
             # torch_npu only warns where the driver cannot export, and leaves zeros (seen with 2.13.0 on a simulated driver).
             if 0 in handles or len(set(handles)) < num_chunks:
-                raise DeviceError("torch_npu gives no handles for its expandable segments: the driver does not export them")
+                raise DeviceError(
+                    "torch_npu gives no handles for its expandable segments: the driver does not export them"
+                )
             return TorchShare(base, b"", chunk_bytes, handles)
     raise DeviceError(f"torch_npu's share handle of {len(handle)} bytes is not of a form that is known")
 

@@ -46,7 +46,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_i
     }
 
 
-OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes", "cache_blocks")
+OF_A_RANK = ("rank", "tensor_parallel_size", "num_kv_heads", "block_bytes")
 """What of a fingerprint depends on the number of ranks."""
 
 
@@ -56,7 +56,8 @@ def refusal(own: dict[str, str], rank: int, hello: WorkerHello) -> Refusal | Non
     theirs = {**hello.fingerprint, "protocol": str(hello.protocol), "rank": str(hello.rank)}
     if hello.way == "pull":
         # Who copies slices may have another number of ranks; what a head's bytes are is compared all the same.
-        for name in OF_A_RANK:
+        is_same_size = mine.get("tensor_parallel_size") == theirs.get("tensor_parallel_size")
+        for name in OF_A_RANK if is_same_size else (*OF_A_RANK, "cache_blocks"):
             mine.pop(name, None)
             theirs.pop(name, None)
     different = first_difference(mine, theirs)

@@ -68,6 +68,19 @@ class NpuStrip(NamedTuple):
     num_bytes: int
 
 
+def cache_facts(layout: CacheLayout) -> dict[str, str]:
+    """What must be equal on both sides for the bytes of a block to mean the same: in ``cache_formats`` for any number of ranks,
+    in ``cache_blocks`` for equal ones.
+    """
+    signatures = sorted({strip.signature for strip in layout.strips})
+    formats = {f"{each.split('[')[0]}{' NZ' if ' NZ' in each else ''}" for each in signatures}
+    whole = "\n".join(f"{strip.name} {strip.block_bytes} {strip.signature}" for strip in layout.strips)
+    return {
+        "cache_formats": "|".join(sorted(formats))[:4096],
+        "cache_blocks": f"{'|'.join(signatures)[:3000]} {hashlib.sha256(whole.encode()).hexdigest()[:16]}",
+    }
+
+
 def strips_between(
     own: CacheLayout, grant: DeviceGrant, part: HeadSlice, tokens_per_block: int, *, is_replicated: bool
 ) -> list[NpuStrip]:
@@ -266,15 +279,7 @@ class NpuMemory:
 
     def facts(self) -> dict[str, str]:
         """What the bytes of a block mean."""
-        signatures = sorted({strip.signature for strip in self._layout.strips})
-        whole = "\n".join(f"{strip.name} {strip.block_bytes} {strip.signature}" for strip in self._layout.strips)
-        formats = sorted({signature.split("[")[0] for signature in signatures})
-        return {
-            **self._environment,
-            "device": f"npu {self._soc}",
-            "cache_formats": "|".join(formats)[:4096],
-            "cache_blocks": f"{'|'.join(signatures)[:3000]} {hashlib.sha256(whole.encode()).hexdigest()[:16]}",
-        }
+        return {**self._environment, "device": f"npu {self._soc}", **cache_facts(self._layout)}
 
     def pool(self) -> PoolLayout | None:
         """As it would lie if it were packed: for its sizes, no address is counted from it."""
