@@ -1,11 +1,20 @@
 """What is made of torch_npu's share handles, and which part of a peer's block is whose."""
 
 import struct
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_mc2.ascend.caches import CacheLayout, CacheStrip
 from vllm_mc2.ascend.compat import parse_share
+from vllm_mc2.connector import compat
 from vllm_mc2.connector.fingerprint import refusal
 from vllm_mc2.connector.npu_memory import cache_facts, strips_between
 from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
@@ -130,3 +139,20 @@ HALF = HeadSlice(peer_rank=0, own_parts=2)
 def test_what_does_not_fit_is_refused(own: CacheLayout, peer: DeviceGrant, part: HeadSlice) -> None:
     with pytest.raises(LayoutError):
         strips_between(own, peer, part, TOKENS, is_replicated=False)
+
+
+def kinds_of(*specs: object) -> list[str]:
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return compat.npu_kinds(SimpleNamespace(kv_cache_groups=groups))  # type: ignore[arg-type]
+
+
+def test_a_group_is_what_its_layers_are() -> None:
+    shape = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
+    full, latent = FullAttentionSpec(head_size=8, **shape), MLAAttentionSpec(head_size=8, **shape)
+    window = SlidingWindowSpec(head_size=8, sliding_window=32, **shape)
+    mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": latent, "b": latent})
+    assert kinds_of(full, latent) == ["FullAttentionSpec", "MLAAttentionSpec"]
+    assert kinds_of(mixed, full) == ["MLAAttentionSpec", "FullAttentionSpec"]
+    windows = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": window, "b": window})
+    assert kinds_of(windows) == ["UniformTypeKVCacheSpecs"]
+    assert "UniformTypeKVCacheSpecs" not in compat.NPU_KINDS

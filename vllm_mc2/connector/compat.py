@@ -114,7 +114,7 @@ def unsupported_engine(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
     if device not in {"cpu", "npu"}:
         return f"device {device!r}: only host memory ('cpu') and Ascend NPUs ('npu') are supported"
     supported = NPU_KINDS if device == "npu" else COPIED_KINDS
-    for kind in group_kinds(kv_cache_config):
+    for kind in npu_kinds(kv_cache_config) if device == "npu" else group_kinds(kv_cache_config):
         if kind not in supported:
             return f"KV cache of kind {kind}: only {', '.join(supported)} are supported"
     sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
@@ -128,6 +128,19 @@ def unsupported_engine(vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig
 def group_kinds(kv_cache_config: KVCacheConfig) -> list[str]:
     """The kind of each cache group, by its class's name, which is what differs between versions least."""
     return [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+
+
+def npu_kinds(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The kinds of the layers, also of a group whose layers have blocks of different size (as only some have an indexer). Not
+    with sliding windows: of which length, the scheduler would not know.
+    """
+    kinds = []
+    groups: list[Any] = kv_cache_config.kv_cache_groups
+    for spec in (group.kv_cache_spec for group in groups):
+        inside = sorted({type(each).__name__ for each in getattr(spec, "kv_cache_specs", {}).values()})
+        is_mixed = not inside or any("SlidingWindow" in kind for kind in inside)
+        kinds += [type(spec).__name__] if is_mixed else inside
+    return kinds
 
 
 def windows_of(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:

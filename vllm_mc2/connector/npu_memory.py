@@ -230,7 +230,7 @@ class NpuMemory:
         self._soc = self._acl.soc_name() or "unknown"
         self._num_blocks = kv_cache_config.num_blocks
         self._tokens_per_block = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-        self._is_replicated = all("MLA" in kind for kind in compat.group_kinds(kv_cache_config))
+        self._is_replicated = all("MLA" in kind for kind in compat.npu_kinds(kv_cache_config))
         self._environment = environment_facts(vllm_config)
         self._num_streams = config.pull_threads
         self._has_remote_peers = config.tcp_address is not None and config.resolve_tcp_secret() is not None
