@@ -44,9 +44,10 @@ class Nursery:
             )
         assert self._control.recv(16) == b"ready", f"see {log}"
 
-    def fork(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket) -> int:
+    def fork(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket, program: str) -> int:
         """The engine's process id."""
-        message = json.dumps({"arguments": arguments, "environment": dict(environment)}).encode()
+        spec = {"program": program, "arguments": arguments, "environment": dict(environment)}
+        message = json.dumps(spec).encode()
         socket.send_fds(self._control, [message], [theirs.fileno(), self._log.fileno()])
         return int(self._control.recv(16))
 
@@ -55,9 +56,11 @@ class Nursery:
         names = {name for name in (*environment, *self._environment) if name.startswith(READ_EARLY)}
         return all(environment.get(name) == self._environment.get(name) for name in names - {"MC2_ACL_SIM_DIR"})
 
-    def start_afresh(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket) -> int:
+    def start_afresh(
+        self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket, program: str
+    ) -> int:
         """The process id of an engine that imports everything itself; it is reaped when the nursery is closed."""
-        command = [sys.executable, "-m", "tests.ascend.engine", str(theirs.fileno()), *arguments]
+        command = [sys.executable, "-m", f"tests.ascend.{program}", str(theirs.fileno()), *arguments]
         started = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=dict(environment), cwd=ROOT, stdout=self._log, stderr=self._log
         )
@@ -72,16 +75,18 @@ class Nursery:
 
 
 class EngineProcess:
-    """One of :mod:`tests.ascend.engine`."""
+    """One of :mod:`tests.ascend.engine`, or of another program that talks the same way."""
 
-    def __init__(self, nursery: Nursery, environment: Mapping[str, str], *arguments: str) -> None:
+    def __init__(
+        self, nursery: Nursery, environment: Mapping[str, str], *arguments: str, program: str = "engine"
+    ) -> None:
         self._sock, theirs = socket.socketpair()
         self._sock.settimeout(ANSWER_SECONDS)
         with theirs:
             if nursery.knows(environment):
-                self.pid = nursery.fork(environment, list(arguments), theirs)
+                self.pid = nursery.fork(environment, list(arguments), theirs, program)
             else:
-                self.pid = nursery.start_afresh(environment, list(arguments), theirs)
+                self.pid = nursery.start_afresh(environment, list(arguments), theirs, program)
         self._pidfd = os.pidfd_open(self.pid)
         self._is_ready = False
 
@@ -152,6 +157,15 @@ class Fleet:
         )
         self._engines.append(engine)
         return engine
+
+    def start_rank(self, role: str, rank: int, size: int, kind: str) -> EngineProcess:
+        """One of :mod:`tests.ascend.rank_side`."""
+        npu = str(int(role == "decode"))
+        side = EngineProcess(
+            self._nursery, self.environment, role, npu, str(rank), str(size), kind, program="rank_side"
+        )
+        self._engines.append(side)
+        return side
 
     def close(self) -> None:
         for engine in reversed(self._engines):

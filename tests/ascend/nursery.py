@@ -3,8 +3,8 @@
     python -m tests.ascend.nursery SOCKET
 
 It has one thread and touches neither a device nor the simulator, so that an engine starts as if it had imported everything
-itself. Each message is ``{"arguments": [...], "environment": {...}}`` with the engine's socket and log; the answer is its
-process id. When whoever started it is gone, so are it and its engines.
+itself. Each message is ``{"program": "engine", "arguments": [...], "environment": {...}}`` with the engine's socket and log; the
+answer is its process id. When whoever started it is gone, so are it and its engines.
 """
 
 import ctypes
@@ -24,13 +24,14 @@ def die_with_parent() -> None:
 
 
 def become_engine(spec: dict[str, object], engine_fd: int, log_fd: int) -> None:
-    from tests.ascend import engine
+    from tests.ascend import engine, rank_side
 
+    program = {"engine": engine.main, "rank_side": rank_side.main}[str(spec["program"])]
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
     os.environ.clear()
     os.environ.update(spec["environment"])  # type: ignore[arg-type]
-    engine.main([str(engine_fd), *spec["arguments"]])  # type: ignore[misc]
+    program([str(engine_fd), *spec["arguments"]])  # type: ignore[misc]
 
 
 def serve(control: socket.socket) -> None:
@@ -61,7 +62,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import vllm_mc2.connector.npu_memory  # noqa: F401
+    import tests.ascend.engine
+    import tests.ascend.rank_side  # noqa: F401
 
     names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
     assert len(names) == 1, f"forking would lose threads: {names}"

@@ -327,6 +327,21 @@ def test_the_probe_for_attach_says_what_came_of_it(make_fleet: MakeFleet) -> Non
     assert "has passed, but vllm-ascend has no hook" in other.call("attach_off")
 
 
+@pytest.mark.parametrize(
+    ("kind", "peer_size", "own_size"),
+    [("heads", 2, 1), ("heads", 4, 2), ("heads", 1, 2), ("heads", 2, 2), ("latent", 2, 1), ("latent", 1, 2)],
+)
+def test_other_numbers_of_ranks(make_fleet: MakeFleet, kind: str, peer_size: int, own_size: int) -> None:
+    """Each rank of decode gets its heads, out of whichever ranks of prefill have them, and nothing else changes."""
+    fleet = make_fleet()
+    prefills = [fleet.start_rank("prefill", rank, peer_size, kind) for rank in range(peer_size)]
+    for rank in range(own_size):
+        decode = fleet.start_rank("decode", rank, own_size, kind)
+        pid, wanted = decode.call("pid"), decode.call("wanted_ranks", peer_size)
+        grants = {str(peer): prefills[peer].call("grant", pid) for peer in wanted}
+        assert decode.call("pull", grants, peer_size, [5, 6, 9, 30], [1, 2, 31, 7]) == 0
+
+
 def test_blocks_are_whole(make_fleet: MakeFleet) -> None:
     """Many requests at random lengths one after the other: ids are reused, both tables are shuffled."""
     fleet = make_fleet()
