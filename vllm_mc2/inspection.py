@@ -156,5 +156,5 @@ class WorkerReport(msgspec.Struct, frozen=True, tag="worker_report", forbid_unkn
     bytes_per_block: Count
     """Over all layers of this rank."""
     pages: Name
-    """Which pages the pool got; ``private`` when no peer can map it."""
+    """Which pages the pool got; ``private`` when no peer can map it. Of an NPU: which one, and how it is shared."""
     mapped: Annotated[list[MappedRow], Meta(max_length=MAX_PEER_ROWS)]

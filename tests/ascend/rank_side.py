@@ -20,7 +20,8 @@ from tests.ascend.shapes import dense
 from vllm_mc2.ascend.calls import receive, send
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector.metadata import MapPeer
-from vllm_mc2.connector.npu_memory import NpuMemory, NpuSource
+from vllm_mc2.connector.npu_memory import NpuMemory
+from vllm_mc2.connector.npu_source import NpuSource
 from vllm_mc2.device_messages import DeviceGrant, DeviceHello
 from vllm_mc2.protocol import PROTOCOL_VERSION, WorkerHello
 from vllm_mc2.session import Answer

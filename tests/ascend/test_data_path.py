@@ -17,6 +17,7 @@ from tests.ascend.fleet import EngineProcess, Fleet, Nursery, prefill, prompt_of
 from tests.ascend.shapes import BLOCK_SIZE, SHAPES
 from tests.packaging.test_old_vllm import old_vllm
 from vllm_mc2.channel import sweep_stale_sockets
+from vllm_mc2.cli.inspect import look
 
 assert old_vllm, "a fixture"
 
@@ -134,6 +135,10 @@ def test_both_on_one_npu(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     producer, consumer = fleet.start("kv_producer", npu=0), fleet.start("kv_consumer", npu=0)
     assert hand_over(producer, consumer, "r", prompt_of(70))["params"]["mc2"]["way"] == "pull"
+    workers = {worker.pages: worker for worker in look(fleet.socket_dir).workers}
+    assert set(workers) == {"NPU 0, shared by handle_v2", "NPU 0"}
+    (mapped,) = workers["NPU 0"].mapped
+    assert (mapped.num_blocks, mapped.num_bytes) == (64, workers["NPU 0"].bytes_per_block * 64)
     assert_closes_clean(consumer, producer)
 
 

@@ -64,6 +64,10 @@ class Backend(Protocol):
         """What the scheduler tells peers of our blocks; None unless they are shared."""
         ...
 
+    def summary(self) -> str:
+        """What the memory is, in a few words for ``inspect``."""
+        ...
+
     def device_hello(self) -> DeviceHello | None:
         """What a peer must know to let our device map its memory."""
         ...

@@ -166,6 +166,10 @@ class HostMemory:
         """Prefill's pool."""
         return self.memory.layout if self._is_producer and self.memory is not None else None
 
+    def summary(self) -> str:
+        """Which pages it has."""
+        return self.memory.page_summary if self.memory is not None else "vLLM's own"
+
     def device_hello(self) -> None:
         """There is no device."""
 

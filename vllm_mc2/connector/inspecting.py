@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 from vllm.v1.core.block_pool import BlockPool
 
+from vllm_mc2.connector.backend import Backend
 from vllm_mc2.connector.decode import DecodeHalf
 from vllm_mc2.connector.peer import Peer, PeerState
 from vllm_mc2.connector.prefill import PrefillHalf
@@ -27,8 +28,7 @@ from vllm_mc2.inspection import (
     WindowRow,
     WorkerReport,
 )
-from vllm_mc2.layout import AddressPlan, PoolLayout
-from vllm_mc2.memory import WorkerMemory
+from vllm_mc2.layout import PoolLayout
 from vllm_mc2.protocol import InspectHello, Message, Refusal, new_incarnation
 from vllm_mc2.reporting import fit, lease_rows, refusal
 from vllm_mc2.session import Answer, SessionServer
@@ -163,16 +163,16 @@ def answer_for_worker(
     hello: InspectHello,
     engine_id: str,
     rank: int,
-    plan: AddressPlan,
-    memory: WorkerMemory | None,
+    backend: Backend,
     elsewhere: list[tuple[int, PoolLayout]],
 ) -> Answer:
     """A worker's report, or a refusal of another protocol version. Session thread.
 
-    ``memory`` is None when vLLM's cache lies in its own; ``elsewhere``: pools that are mapped only to be copied from.
+    ``elsewhere``: pools that are mapped only to be copied from.
     """
-    layout = plan.pool_layout()
-    pools = [*(memory.mapped_peers() if memory is not None else ()), *elsewhere]
+    assert backend.plan is not None
+    layout = backend.plan.pool_layout()
+    pools = [*(backend.memory.mapped_peers() if backend.memory is not None else ()), *elsewhere]
     mapped = [MappedRow(base, pool.num_blocks, pool.num_blocks * pool.bytes_per_block) for base, pool in pools]
     report = WorkerReport(
         engine_id=engine_id[:256],
@@ -182,7 +182,7 @@ def answer_for_worker(
         pool_bytes=layout.pool_bytes,
         num_blocks=layout.num_blocks,
         bytes_per_block=layout.bytes_per_block,
-        pages=memory.page_summary if memory is not None else "vLLM's own",
+        pages=backend.summary(),
         mapped=mapped[:MAX_PEER_ROWS],
     )
     return refusal(hello) or Answer(report, keep_open=False)

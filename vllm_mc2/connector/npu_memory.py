@@ -7,13 +7,11 @@ prefill stops, it says so first and waits until its importers have unmapped; the
 """
 
 import hashlib
-import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -22,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm_mc2._native import AclError, DeviceCopier, DeviceImport
 from vllm_mc2.ascend.acl import load_acl
 from vllm_mc2.ascend.attach_probe import probe_attach
-from vllm_mc2.ascend.caches import CacheLayout, CacheStrip, read_caches
+from vllm_mc2.ascend.caches import CacheLayout, read_caches
 from vllm_mc2.ascend.settings import environment_facts
 from vllm_mc2.ascend.sharing import Shared, native_segments, share_storages
 from vllm_mc2.config import MC2Config
@@ -30,18 +28,16 @@ from vllm_mc2.connector import compat
 from vllm_mc2.connector.backend import Ask
 from vllm_mc2.connector.deathwatch import DeathWatchThread
 from vllm_mc2.connector.metadata import MapPeer
+from vllm_mc2.connector.npu_source import NpuPart, NpuSource, packed, strips_between
 from vllm_mc2.connector.pulling import PullSource
 from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
 from vllm_mc2.errors import DeviceError, LayoutError
 from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, head_slices, make_plan
 from vllm_mc2.memory import OwnRegion, WorkerMemory
 from vllm_mc2.protocol import MAX_FRAME_BYTES, Refusal, WorkerHello, encode
-from vllm_mc2.session import Answer, Session
+from vllm_mc2.session import Answer
 
 logger = logging.getLogger("vllm.mc2.npu")
-
-RETRY_SECONDS = 0.1
-ATTEMPTS_A_LOG_LINE = 100
 
 
 def why_npu_attach_off(config: MC2Config) -> str:
@@ -57,17 +53,6 @@ def why_npu_attach_off(config: MC2Config) -> str:
     return "the probe for it has passed, but vllm-ascend has no hook through which its KV cache could be put into one range"
 
 
-class NpuStrip(NamedTuple):
-    """Equally spaced pieces on either side."""
-
-    own_address: int
-    own_stride: int
-    peer_address: int
-    """As the peer counts."""
-    peer_stride: int
-    num_bytes: int
-
-
 def cache_facts(layout: CacheLayout) -> dict[str, str]:
     """What must be equal on both sides for the bytes of a block to mean the same: in ``cache_formats`` for any number of ranks,
     in ``cache_blocks`` for equal ones.
@@ -79,127 +64,6 @@ def cache_facts(layout: CacheLayout) -> dict[str, str]:
         "cache_formats": "|".join(sorted(formats))[:4096],
         "cache_blocks": f"{'|'.join(signatures)[:3000]} {hashlib.sha256(whole.encode()).hexdigest()[:16]}",
     }
-
-
-def strips_between(
-    own: CacheLayout, grant: DeviceGrant, part: HeadSlice, tokens_per_block: int, *, is_replicated: bool
-) -> list[NpuStrip]:
-    """How a peer's blocks fit ours. vllm-ascend keeps tokens before heads, so that a part of the heads is a piece of every token.
-
-    Raises:
-        LayoutError: its cache is not ours, or does not divide as ``part`` says.
-    """
-    names = [strip.name for strip in own.strips], [strip.name for strip in grant.strips]
-    if names[0] != names[1]:
-        raise LayoutError("the peer's layers are not ours")
-    strips: list[NpuStrip] = []
-    is_whole = is_replicated or part.own_parts == part.peer_parts == 1
-    for mine, theirs in zip(own.strips, grant.strips, strict=True):
-        if is_whole:
-            if mine.block_bytes != theirs.num_bytes:
-                raise LayoutError(f"{mine.name}: blocks of {theirs.num_bytes} bytes there, {mine.block_bytes} here")
-            strips.append(
-                NpuStrip(mine.address, mine.block_stride_bytes, theirs.address, theirs.stride_bytes, mine.block_bytes)
-            )
-        else:
-            strips += _token_strips(mine, theirs, part, tokens_per_block)
-    return strips
-
-
-def _token_strips(mine: CacheStrip, theirs: DeviceStrip, part: HeadSlice, num_tokens: int) -> Iterator[NpuStrip]:
-    if mine.num_heads is None or " NZ" in mine.signature:
-        raise LayoutError(f"{mine.name} ({mine.signature}): its heads cannot be told apart")
-    own_row, own_rest = divmod(mine.block_bytes, num_tokens)
-    peer_row, peer_rest = divmod(theirs.num_bytes, num_tokens)
-    if own_rest or peer_rest:
-        raise LayoutError(
-            f"{mine.name}: blocks of {mine.block_bytes} and {theirs.num_bytes} bytes for {num_tokens} tokens"
-        )
-    own_offset, peer_offset, num_bytes = part.cut(own_row, peer_row)
-    for token in range(num_tokens):
-        yield NpuStrip(
-            mine.address + token * own_row + own_offset,
-            mine.block_stride_bytes,
-            theirs.address + token * peer_row + peer_offset,
-            theirs.stride_bytes,
-            num_bytes,
-        )
-
-
-class NpuPart:
-    """The memory of one of the peer's workers, mapped. See :class:`~vllm_mc2.connector.remote_pulling.Part`."""
-
-    def __init__(self, imported: DeviceImport, copier: DeviceCopier) -> None:
-        """Takes over both."""
-        self._imported = imported
-        self._copier = copier
-
-    def read(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
-        """From device to device.
-
-        Raises:
-            DeviceError: a copy has failed. Nothing is written any more.
-        """
-        try:
-            self._copier.copy(list(own_ids), list(peer_ids))
-        except AclError as error:
-            self._wait_until_nothing_is_written()
-            raise DeviceError(str(error)) from error
-
-    def _wait_until_nothing_is_written(self) -> None:
-        """After a failed copy, nearly always at once. As long as a stream can neither be emptied nor ended, the request's blocks
-        must be nobody else's, which they are until this returns.
-        """
-        for num_attempts in itertools.count():
-            try:
-                self._copier.copy([], [])
-            except AclError as error:
-                if num_attempts % ATTEMPTS_A_LOG_LINE == 0:
-                    logger.error("a copy that has failed may still be writing, its blocks are kept: %s", error)  # noqa: TRY400
-                time.sleep(RETRY_SECONDS)
-            else:
-                return
-
-    def close(self) -> None:
-        """Unmap."""
-        try:
-            self._copier.close()
-            self._imported.close()
-        except AclError as error:
-            logger.warning("a peer's memory could not be unmapped: %s", error)
-
-
-class NpuSource:
-    """One peer on this host."""
-
-    def __init__(self, on_close: Callable[["NpuSource"], None]) -> None:
-        """``on_close`` is called before the sessions end."""
-        self._on_close = on_close
-        self.sessions: list[Session] = []
-        self.parts: list[NpuPart] = []
-
-    def copy(self, own_ids: Sequence[int], peer_ids: Sequence[int]) -> None:
-        """Puller's thread."""
-        self._require_peer()
-        for part in self.parts:
-            part.read(own_ids, peer_ids)
-        self._require_peer()
-
-    def _require_peer(self) -> None:
-        if any(session.is_gone() for session in self.sessions):
-            raise DeviceError("prefill has ended: what its memory holds now is not known")
-
-    def mapped(self) -> list[tuple[int, PoolLayout]]:
-        """Nothing of a device is host memory."""
-        return []
-
-    def close(self) -> None:
-        """Unmap, and say so by ending the sessions."""
-        for part in self.parts:
-            part.close()
-        self._on_close(self)
-        for session in self.sessions:
-            session.close()
 
 
 class NpuMemory:
@@ -257,7 +121,8 @@ class NpuMemory:
             DeviceError: it cannot be shared.
         """
         self._layout = read_caches(kv_caches, self._num_blocks)
-        self.plan = make_plan([(strip.name, strip.block_bytes) for strip in self._layout.strips], self._num_blocks, 0.0)
+        blocks = [(strip.name, strip.block_bytes) for strip in self._layout.strips]
+        self.plan = make_plan(blocks, self._num_blocks, 0.0)
         if not self._is_producer:
             return
         storages = {}
@@ -285,6 +150,10 @@ class NpuMemory:
         """As it would lie if it were packed: for its sizes, no address is counted from it."""
         assert self.plan is not None
         return self.plan.pool_layout() if self._shared is not None else None
+
+    def summary(self) -> str:
+        """Which device, and how it is shared."""
+        return f"NPU {self._device}" + (f", shared by {self._shared.way}" if self._shared is not None else "")
 
     def device_hello(self) -> DeviceHello:
         """Our process, as the driver knows it.
@@ -384,7 +253,9 @@ class NpuMemory:
                 raise
         except AclError as error:
             raise DeviceError(str(error)) from error
-        return NpuPart(imported, copier)
+        return NpuPart(
+            imported, copier, packed([(each.name, each.num_bytes) for each in grant.strips], grant.num_blocks)
+        )
 
     def fence(self) -> Callable[[], None]:
         """Kernels that are queued now may still use the blocks that are about to be written."""

@@ -200,9 +200,7 @@ class WorkerHalf:
             refused = refusal(self._fingerprint, self._rank, hello)
             return Answer(refused, keep_open=False) if refused is not None else backend.grant(key, hello)
         if isinstance(hello, InspectHello) and backend.plan is not None:
-            return answer_for_worker(
-                hello, self._engine_id, self._rank, backend.plan, backend.memory, self._puller.mapped()
-            )
+            return answer_for_worker(hello, self._engine_id, self._rank, backend, self._puller.mapped())
         return Answer(Refusal("message", type(hello).__name__, "WorkerHello"), keep_open=False)
 
     def _retire(self, order: RetirePool) -> Answer:
