@@ -27,8 +27,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from tests.ascend.shapes import BLOCK_SIZE, LATENT, LAYERS, SHAPES, Cache, token_values
 from tests.connector import old_rig
 from vllm_mc2 import plugin
+from vllm_mc2.ascend import sharing
 from vllm_mc2.ascend.calls import receive, send
 from vllm_mc2.connector import compat
+from vllm_mc2.errors import DeviceError
 
 VOCABULARY = 1000
 DEVICE_TO_DEVICE = 3
@@ -90,6 +92,11 @@ class NpuEngine(old_rig.OldEngine):
         return tokens[len(prompt) :]
 
 
+def without_share(storage: Any) -> Any:
+    """As with a torch_npu that has no such way."""
+    raise DeviceError("this torch_npu has no storage._share_npu_")
+
+
 class Server:
     """What a test can ask for."""
 
@@ -100,6 +107,8 @@ class Server:
         self.simulator.mc2_sim_violations.restype = ctypes.c_int64
         self.simulator.mc2_sim_violation_text.restype = ctypes.c_char_p
         self.simulator.mc2_sim_calls.restype = ctypes.c_int64
+        if os.environ.get("MC2_TEST_WITHOUT_SHARE"):
+            sharing.share_storage = without_share
         self._make = (model, socket_dir, role), npu
         if shape != "none":
             self.open(shape)

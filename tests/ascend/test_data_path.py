@@ -117,8 +117,9 @@ V2 = "aclrtMemRetainAllocationHandle"
         ("handle_v2", {}),
         ("torch_npu", {"MC2_ACL_SIM_UNSUPPORTED": V2}),
         ("torch_npu", {"MC2_ACL_SIM_UNSUPPORTED": V2, "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False"}),
+        ("ipc_key", {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False", "MC2_TEST_WITHOUT_SHARE": "1"}),
     ],
-    ids=["retained handles", "torch_npu's handles", "torch_npu's key"],
+    ids=["retained handles", "torch_npu's handles", "torch_npu's key", "a key of ours"],
 )
 def test_every_way_of_sharing(make_fleet: MakeFleet, way: str, environment: dict[str, str]) -> None:
     fleet = make_fleet(**environment)
