@@ -79,6 +79,32 @@ def test_handshake_hands_over_a_descriptor_and_tells_the_end_to_both_sides(recor
     again.close()
 
 
+def test_a_server_that_stops_waits_for_its_clients(recorder: Recorder) -> None:
+    """They learn that it is about to, and end their sessions when they are done with what they had from it."""
+    leaving, staying = _open(recorder), _open(recorder)
+    stopping = threading.Thread(target=recorder.server.close, args=(60.0,))
+    stopping.start()
+    while not (leaving.is_gone() and staying.is_gone()):
+        time.sleep(0.01)
+    with pytest.raises(PeerUnreachableError):  # nobody is let in any more
+        open_session(recorder.path, HELLO, PoolGrant, 1, 0.2)
+    leaving.close()
+    assert recorder.closed.get(timeout=30) == 0
+    assert stopping.is_alive()
+    staying.close()
+    stopping.join(30)
+    assert not stopping.is_alive()
+    assert recorder.closed.get(timeout=30) == 1
+
+
+def test_a_server_that_stops_does_not_wait_for_ever(recorder: Recorder) -> None:
+    deaf = _open(recorder)
+    recorder.server.close(0.1)
+    assert not recorder.server.is_alive
+    assert recorder.closed.get(timeout=30) == 0
+    deaf.close()
+
+
 def test_a_refusal_names_the_field(recorder: Recorder) -> None:
     recorder.answer = lambda: Answer(Refusal("dtype", "float32", "bfloat16"), keep_open=False)
     with pytest.raises(PeerRefusedError, match="dtype differs"):
