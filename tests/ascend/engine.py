@@ -4,17 +4,15 @@ vllm-ascend's shapes, our connector.
     python -m tests.ascend.engine SOCKET MODEL SOCKET_DIR ROLE SHAPE DEVICE
 
 with the environment of :mod:`tests.ascend.environment` and vLLM 0.23 in front of the path. Does as it is told on the socket
-(:mod:`vllm_mc2.ascend.calls`): ``[name, arguments]``, answered by ``["ok", value]`` or ``["error", text]``.
+(:mod:`tests.ascend.told`).
 """
 
 import ctypes
 import gc
 import json
 import os
-import socket
 import sys
 import time
-import traceback
 import zlib
 from array import array
 from typing import Any
@@ -24,11 +22,11 @@ import torch
 import torch_npu  # noqa: F401
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from tests.ascend import told
 from tests.ascend.shapes import BLOCK_SIZE, LATENT, LAYERS, SHAPES, Cache, token_values
 from tests.connector import old_rig
 from vllm_mc2 import plugin
 from vllm_mc2.ascend import sharing
-from vllm_mc2.ascend.calls import receive, send
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import DeviceError
 
@@ -216,20 +214,7 @@ class Server:
 
 
 def main(argv: list[str]) -> None:
-    sock = socket.socket(fileno=int(argv[0]))
-    server: Server | None = None
-    try:
-        server = Server(argv[1], argv[2], argv[3], argv[4], int(argv[5]))
-        send(sock, ["ok", None])
-    except Exception:
-        send(sock, ["error", traceback.format_exc()])
-        return
-    while (call := receive(sock)) is not None:
-        try:
-            answer = ["ok", getattr(server, call[0])(*call[1])]
-        except Exception:
-            answer = ["error", traceback.format_exc()]
-        send(sock, answer)
+    server = told.serve(int(argv[0]), lambda: Server(argv[1], argv[2], argv[3], argv[4], int(argv[5])))
     if hasattr(server, "engine"):
         server.engine.close()
 

@@ -5,9 +5,7 @@
 Talks as :mod:`tests.ascend.engine` does.
 """
 
-import socket
 import sys
-import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +14,8 @@ import torch
 import torch_npu  # noqa: F401
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from tests.ascend import told
 from tests.ascend.shapes import dense
-from vllm_mc2.ascend.calls import receive, send
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector.metadata import MapPeer
 from vllm_mc2.connector.npu_memory import NpuMemory
@@ -106,20 +104,9 @@ class RankSide:
 
 
 def main(argv: list[str]) -> None:
-    sock = socket.socket(fileno=int(argv[0]))
-    try:
-        side = RankSide(argv[1], *(int(each) for each in argv[2:5]), argv[5])
-        send(sock, ["ok", None])
-    except Exception:
-        send(sock, ["error", traceback.format_exc()])
-        return
-    while (call := receive(sock)) is not None:
-        try:
-            answer = ["ok", getattr(side, call[0])(*call[1])]
-        except Exception:
-            answer = ["error", traceback.format_exc()]
-        send(sock, answer)
-    side.memory.close()
+    side = told.serve(int(argv[0]), lambda: RankSide(argv[1], *(int(each) for each in argv[2:5]), argv[5]))
+    if side is not None:
+        side.memory.close()
 
 
 if __name__ == "__main__":
