@@ -9,8 +9,8 @@ from vllm_mc2.ascend.calls import receive, send
 
 
 def serve(fd: int, make: Callable[[], Any]) -> Any:
-    """Makes the object whose methods are called, says that it is there, and serves until the other end closes. Returns the object,
-    or None if it could not be made.
+    """Makes the object whose methods are called, says that it is there, and serves until the other end closes. Returns the
+    object, or None if it could not be made.
     """
     sock = socket.socket(fileno=fd)
     try:
