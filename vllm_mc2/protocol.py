@@ -46,7 +46,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from vllm_mc2.device_messages import DeviceGrant, DeviceHello
+from vllm_mc2.device_messages import Address, DeviceGrant, DeviceHello
 from vllm_mc2.errors import PeerRefusedError, ProtocolError, TicketError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
@@ -61,7 +61,6 @@ EngineId = Annotated[str, Meta(min_length=1, max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 CallId = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 TimeoutSeconds = Annotated[float, Meta(gt=0.0, le=3600.0)]
 
 

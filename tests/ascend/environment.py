@@ -9,11 +9,12 @@ import fcntl
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.unpacked import unpack_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "ascend"
@@ -67,21 +68,7 @@ def unpack_torch_npu() -> Path:
         subprocess.CalledProcessError: the download fails.
     """
     with alone():
-        _unpack()
-    return TORCH_NPU
-
-
-def _unpack() -> None:
-    done = TORCH_NPU / "complete"
-    if not done.exists():
-        TORCH_NPU.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(TORCH_NPU), WHEEL]
-        subprocess.run(command, check=True, timeout=600)
-        (wheel,) = TORCH_NPU.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(TORCH_NPU)
-        wheel.unlink()
-        done.touch()
+        return unpack_wheel(WHEEL, TORCH_NPU)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class RankSide:
         engine: Any = SimpleNamespace(additional_config={}, parallel_config=SimpleNamespace(), kv_transfer_config=None)
         self.is_producer = role == "prefill"
         self.memory = NpuMemory(
-            engine, config, MC2Config(), rank, is_producer=self.is_producer, is_consumer=not self.is_producer,
+            engine, config, MC2Config(), is_producer=self.is_producer,
             forget=lambda key, source: source.close(),
         )  # fmt: skip
         shape = (NUM_BLOCKS, TOKENS, self.heads, DIM)
@@ -78,7 +78,7 @@ class RankSide:
         return self.memory.device_hello().pid
 
     def grant(self, pid: int) -> bytes:
-        answer: Answer = self.memory.grant(0, WorkerHello(PROTOCOL_VERSION, self.rank, "pull", {}, DeviceHello(pid)))
+        answer: Answer = self.memory.grant(WorkerHello(PROTOCOL_VERSION, self.rank, "pull", {}, DeviceHello(pid)))
         return msgspec.msgpack.encode(answer.message)
 
     def wanted_ranks(self, peer_size: int) -> list[int]:

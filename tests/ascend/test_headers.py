@@ -4,14 +4,12 @@ The wheels are downloaded once and unpacked, never installed; nothing of them is
 """
 
 import re
-import shutil
 import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.unpacked import unpack_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "ascend"
@@ -139,31 +137,12 @@ def compile_cpp(include: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=source, capture_output=True, text=True, timeout=100, check=False)
 
 
-def unpack(version: str, target: Path) -> None:
-    """Download torch-npu's wheel and keep its ACL headers."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=BUILD) as name:
-        folder = Path(name)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
-        command += ["--python-version", "3.11", "--platform", "manylinux_2_28_x86_64"]
-        command += ["--dest", str(folder), f"torch-npu=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-        assert done.returncode == 0, f"torch-npu {version} cannot be downloaded: {done.stderr[-2000:]}"
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder / "out", [name for name in archive.namelist() if name.startswith(IN_WHEEL)])
-        shutil.rmtree(target, ignore_errors=True)
-        (folder / "out").rename(target)
-
-
 @pytest.fixture(scope="module", params=VERSIONS)
 def include(request: pytest.FixtureRequest) -> Path:
     """Folder to give to the compiler, with ``acl/acl_rt.h`` below it."""
-    target = BUILD / f"headers-{request.param}"
-    path = (target / IN_WHEEL).parent
-    if not (path / "acl" / "acl_rt.h").exists():
-        unpack(request.param, target)
-    return path
+    version = str(request.param)
+    target = BUILD / f"headers-{version}"
+    return (unpack_wheel(f"torch-npu=={version}", target, lambda name: name.startswith(IN_WHEEL)) / IN_WHEEL).parent
 
 
 def test_everything_is_compared() -> None:

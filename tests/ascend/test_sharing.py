@@ -14,10 +14,10 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_mc2.ascend.caches import CacheLayout, CacheStrip
 from vllm_mc2.ascend.compat import parse_share
+from vllm_mc2.ascend.mapping import strips_between
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.fingerprint import refusal
 from vllm_mc2.connector.npu_memory import cache_facts
-from vllm_mc2.connector.npu_source import strips_between
 from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
 from vllm_mc2.errors import DeviceError, LayoutError
 from vllm_mc2.layout import HeadSlice, head_slices

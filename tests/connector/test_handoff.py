@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.connector.outcome import report_of
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
 
 Pair = tuple[RigEngine, RigEngine]
@@ -11,12 +12,7 @@ def hand_over(pair: Pair, request_id: str, prompt: list[int], max_tokens: int = 
     """One request through both; checks the tokens and returns decode's report."""
     producer, consumer = pair
     consumer.add(request_id, prompt, prefill(producer, request_id, prompt), max_tokens=max_tokens)
-    consumer.run()
-    tokens, _, answer = consumer.finished[request_id]
-    assert tokens == expected_tokens(prompt, max_tokens)
-    assert answer is not None
-    report: dict[str, object] = answer["mc2"]
-    return report
+    return report_of(consumer, request_id, prompt, max_tokens)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 48, 200])

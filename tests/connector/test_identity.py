@@ -40,7 +40,7 @@ def test_d16_one_field_that_differs_is_named_and_nothing_is_mapped(
     (call,) = warning.call_args_list
     assert f"refused: {field} differs" in call.args[0] % call.args[1:]
     assert worker._puller._sources == {}
-    assert worker._memory is None or worker._memory.mapped_peers() == []
+    assert worker._backend.memory is None or worker._backend.memory.mapped_peers() == []
     assert_clean(consumer)  # prefill keeps what nobody could claim until the offer times out
 
 

@@ -38,7 +38,7 @@ def step_until_running(engine: RigEngine, request_id: str) -> None:
 
 
 def mapped_peers(engine: RigEngine) -> int:
-    return len(engine.worker._worker._memory._peers)
+    return len(engine.worker._worker._backend.memory._peers)
 
 
 def handoff(pair: Pair, request_id: str, prompt: list[int], max_tokens: int = 4) -> None:
@@ -82,7 +82,7 @@ def test_only_its_own_scheduler_can_tell_a_worker_to_unmap(pair: Pair, tmp_path:
 
     _, consumer = pair
     handoff(pair, "r", PROMPT)
-    base = next(iter(consumer.worker._worker._memory._peers))
+    base = next(iter(consumer.worker._worker._backend.memory._peers))
     path = socket_path(tmp_path / "s", consumer.worker._worker._socket_id)
     with pytest.raises(PeerRefusedError, match="control_token"):
         open_session(path, RetirePool("0" * 32, base), Done, 0, 5.0)
@@ -175,7 +175,7 @@ def test_d03_a_lease_does_not_run_out_under_a_slow_decode(make_engine: MakeEngin
 def test_d04_abort_while_the_pool_is_being_mapped(pair: Pair) -> None:
     producer, consumer = pair
     started, go_on = threading.Event(), threading.Event()
-    memory = consumer.worker._worker._memory
+    memory = consumer.worker._worker._backend.memory
     real = memory.map_peer
 
     def slow(*args: object) -> None:
@@ -331,7 +331,7 @@ def test_d14_a_prefill_that_comes_back_twenty_times(make_engine: MakeEngine) -> 
         old_ticket = prefill(producer, f"old{number}", OTHER)
         producer.close()
         del producer.kv
-        producer.worker._worker._memory._range = None  # the rig's process goes on, unlike a real prefill's
+        producer.worker._worker._backend.memory._range = None  # the rig's process goes on, unlike a real prefill's
         wait_until(lambda: mapped_peers(consumer) == 0)
         seen.append(counts())
     assert seen[-1][1] == seen[3][1], seen

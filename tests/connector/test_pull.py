@@ -152,7 +152,7 @@ def test_a_vllm_that_lacks_what_attach_needs_copies(make_engine: MakeEngine, pro
     """Decode's cache lies in vLLM's own memory then."""
     with mock.patch.object(compat, "check_contract", return_value=["BlockPool.something"]):
         consumer = make_engine("kv_consumer")
-    assert consumer.worker._worker._memory is None
+    assert consumer.worker._worker._backend.memory is None
     prompt = prompt_of(50)
     consumer.add("r", prompt, prefill(producer, "r", prompt))
     report = report_of(consumer, "r", prompt)
@@ -307,7 +307,7 @@ def test_a_vllm_that_allocates_by_itself_is_moved_to_shared_memory(make_engine: 
         producer = make_engine("kv_producer")
         consumer = make_engine("kv_consumer") if decode_too else None
     consumer = consumer or make_engine("kv_consumer", extra=PULL)
-    assert producer.worker._worker.gives_memory is False and producer.worker._worker._memory is not None
+    assert producer.worker._worker.gives_memory is False and producer.worker._worker._backend.memory is not None
     for length in (5, 48, 100):
         prompt = prompt_of(length, seed=length)
         consumer.add(f"r{length}", prompt, prefill(producer, f"r{length}", prompt))

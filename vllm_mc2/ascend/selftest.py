@@ -146,9 +146,12 @@ class SelfTest:
 
     def _new_decode(self) -> RemoteSide:
         side = self._side(self._devices[1], is_prefill=False)
-        self._prefill.call("admit", side.call("pid"))
-        side.call("map_peer", self._grant)
+        self._meet(side)
         return side
+
+    def _meet(self, decode: RemoteSide) -> None:
+        self._prefill.call("admit", decode.call("pid"))
+        decode.call("map_peer", self._grant)
 
     def _pull_some(self, side: RemoteSide) -> tuple[int, float]:
         """Wrong blocks, and GB/s."""
@@ -229,8 +232,7 @@ class SelfTest:
             seen = f"reading its memory fails: {error}"
         decode.call("unmap_peer")
         self._new_prefill()
-        self._prefill.call("admit", decode.call("pid"))
-        decode.call("map_peer", self._grant)
+        self._meet(decode)
         wrong, _ = self._pull_some(decode)
         return ("fail" if wrong else "pass"), f"{seen}; decode goes on with the next prefill, {wrong} wrong blocks"
 

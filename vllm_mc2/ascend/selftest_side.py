@@ -17,12 +17,14 @@ from vllm_mc2.ascend.acl import load_acl
 from vllm_mc2.ascend.attach_probe import decode_grant, why_not_in_one_range
 from vllm_mc2.ascend.caches import CacheLayout, read_caches
 from vllm_mc2.ascend.calls import receive, send
-from vllm_mc2.ascend.sharing import Shared, native_segments, share_storages
-from vllm_mc2.device_messages import DeviceGrant, DeviceStrip
+from vllm_mc2.ascend.mapping import map_memory, strips_between
+from vllm_mc2.ascend.sharing import Shared, grant_of, share_storages
 from vllm_mc2.errors import MC2Error
+from vllm_mc2.layout import HeadSlice
 
 SLACK_BYTES = 2 << 20
 NUM_LAYERS = 2
+NUM_STREAMS = 4
 BLOCK_SHAPE = (128, 2, 128)
 """Tokens, heads, dimension; two bytes each: 64 KiB for keys and as much for values."""
 
@@ -93,11 +95,7 @@ class Side:
         """The way, why not the ones before, and the grant."""
         storages = [tensor.untyped_storage() for tensor in self._tensors()]
         self._shared = share_storages(self._acl, self._device, storages)
-        strips = tuple(
-            DeviceStrip(each.name, each.address, each.block_stride_bytes, each.block_bytes)
-            for each in self._layout.strips
-        )
-        grant = DeviceGrant(self._num_blocks, strips, self._shared.segments)
+        grant = grant_of(self._layout, self._shared)
         return self._shared.way, list(self._shared.passed_over), msgspec.msgpack.encode(grant)
 
     def admit(self, pid: int) -> None:
@@ -113,12 +111,8 @@ class Side:
     def map_peer(self, encoded: bytes) -> int:
         """Map a prefill's memory; bytes of it."""
         grant = decode_grant(encoded)
-        self._imported = DeviceImport(self._acl, self._device, native_segments(grant))
-        strips = [
-            (mine.address, mine.block_stride_bytes, theirs.address, theirs.stride_bytes, mine.block_bytes)
-            for mine, theirs in zip(self._layout.strips, grant.strips, strict=True)
-        ]
-        self._copier = DeviceCopier(self._acl, self._device, self._imported, strips, self._num_blocks, grant.num_blocks)
+        strips = strips_between(self._layout, grant, HeadSlice(peer_rank=0), BLOCK_SHAPE[0], is_replicated=False)
+        self._imported, self._copier = map_memory(self._acl, self._device, grant, strips, self._num_blocks, NUM_STREAMS)
         return self._imported.num_bytes
 
     def unmap_peer(self) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vllm_mc2._native import Acl, AclError, DeviceExport
+from vllm_mc2.ascend.caches import CacheLayout
 from vllm_mc2.ascend.compat import plain_segment, share_storage
-from vllm_mc2.device_messages import MAX_SEGMENTS, DeviceGrant, DeviceSegment
+from vllm_mc2.device_messages import MAX_SEGMENTS, DeviceGrant, DeviceSegment, DeviceStrip
 from vllm_mc2.errors import DeviceError
 
 SharingWay = Literal["handle_v2", "fabric", "torch_npu", "ipc_key"]
@@ -47,6 +48,14 @@ class Shared(NamedTuple):
         """Share no more; importers must have unmapped."""
         if self.export is not None:
             self.export.close()
+
+
+def grant_of(layout: CacheLayout, shared: Shared) -> DeviceGrant:
+    """What peers are told of a cache."""
+    strips = tuple(
+        DeviceStrip(strip.name, strip.address, strip.block_stride_bytes, strip.block_bytes) for strip in layout.strips
+    )
+    return DeviceGrant(layout.num_blocks, strips, shared.segments)
 
 
 def native_segments(grant: DeviceGrant) -> list[tuple[str, int, int, bytes]]:

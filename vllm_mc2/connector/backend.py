@@ -80,12 +80,8 @@ class Backend(Protocol):
         """
         ...
 
-    def grant(self, key: int, hello: WorkerHello) -> Answer:
-        """What the worker of a decode, whose fingerprint fits, is answered on session ``key``. Session thread."""
-        ...
-
-    def on_close(self, key: int) -> None:
-        """A session that :meth:`grant` left open has ended. Session thread."""
+    def grant(self, hello: WorkerHello) -> Answer:
+        """What the worker of a decode, whose fingerprint fits, is answered. Session thread."""
         ...
 
     def open_source(self, order: MapPeer, parts: Sequence[HeadSlice], ask: Ask) -> PullSource:

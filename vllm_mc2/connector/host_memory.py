@@ -179,14 +179,11 @@ class HostMemory:
             raise LayoutError(f"KV cache layout {self._layout}: a head's part of a block is not in one piece")
         return head_slices(rank, size, peer_size)
 
-    def grant(self, key: int, hello: WorkerHello) -> Answer:
+    def grant(self, hello: WorkerHello) -> Answer:
         """The pool's descriptor; the mapping outlives the session."""
         if self.memory is None or self.memory.pool_fd is None:
             return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
         return Answer(PoolGrant(self.memory.layout), (self.memory.pool_fd,), keep_open=False)
-
-    def on_close(self, key: int) -> None:
-        """No session is left open."""
 
     def open_source(self, order: MapPeer, parts: Sequence[HeadSlice], ask: Ask) -> HostSource:
         """In the window, or each by itself; from now on blocks can be copied from there in any case."""

@@ -17,20 +17,21 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from vllm_mc2._native import AclError, DeviceCopier, DeviceImport
+from vllm_mc2._native import AclError
 from vllm_mc2.ascend.acl import load_acl
 from vllm_mc2.ascend.attach_probe import probe_attach
-from vllm_mc2.ascend.caches import CacheLayout, read_caches
+from vllm_mc2.ascend.caches import CacheLayout, read_caches, storages_of
+from vllm_mc2.ascend.mapping import map_memory, strips_between
 from vllm_mc2.ascend.settings import environment_facts
-from vllm_mc2.ascend.sharing import Shared, native_segments, share_storages
+from vllm_mc2.ascend.sharing import Shared, grant_of, share_storages
 from vllm_mc2.config import MC2Config
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.backend import Ask
 from vllm_mc2.connector.deathwatch import DeathWatchThread
 from vllm_mc2.connector.metadata import MapPeer
-from vllm_mc2.connector.npu_source import NpuPart, NpuSource, packed, strips_between
+from vllm_mc2.connector.npu_source import NpuPart, NpuSource
 from vllm_mc2.connector.pulling import PullSource
-from vllm_mc2.device_messages import DeviceGrant, DeviceHello, DeviceStrip
+from vllm_mc2.device_messages import DeviceGrant, DeviceHello
 from vllm_mc2.errors import DeviceError, LayoutError
 from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, head_slices, make_plan
 from vllm_mc2.memory import OwnRegion, WorkerMemory
@@ -74,10 +75,8 @@ class NpuMemory:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         config: MC2Config,
-        rank: int,
         *,
         is_producer: bool,
-        is_consumer: bool,
         forget: Callable[[int, PullSource], None],
     ) -> None:
         """``forget``: takes a peer away, with whatever is being copied from it.
@@ -98,12 +97,10 @@ class NpuMemory:
         self._environment = environment_facts(vllm_config)
         self._num_streams = config.pull_threads
         self._has_remote_peers = config.tcp_address is not None and config.resolve_tcp_secret() is not None
-        self._rank = rank
         self._is_producer = is_producer
         self._forget = forget
         self._layout = CacheLayout((), 0)
         self._shared: Shared | None = None
-        self._importers: set[int] = set()
         self._sources: dict[str, NpuSource] = {}
         self._lock = threading.Lock()
         self._deathwatch = DeathWatchThread(self._on_peer_gone)
@@ -125,19 +122,14 @@ class NpuMemory:
         self.plan = make_plan(blocks, self._num_blocks, 0.0)
         if not self._is_producer:
             return
-        storages = {}
-        for cache in kv_caches.values():
-            for tensor in cache if isinstance(cache, tuple | list) else (cache,):
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage
-        shared = share_storages(self._acl, self._device, list(storages.values()), fabric=self._has_remote_peers)
+        shared = share_storages(self._acl, self._device, storages_of(kv_caches), fabric=self._has_remote_peers)
         for reason in shared.passed_over:
             logger.info("not shared by %s", reason)
         logger.info(
             "KV cache on NPU %d is shared by %s: %d allocations", self._device, shared.way, len(shared.segments)
         )
         self._shared = shared
-        if len(encode(self._grant(shared))) > MAX_FRAME_BYTES:
+        if len(encode(grant_of(self._layout, shared))) > MAX_FRAME_BYTES:
             raise DeviceError(
                 f"{len(shared.segments)} allocations do not fit in one message of {MAX_FRAME_BYTES} bytes"
             )
@@ -171,7 +163,7 @@ class NpuMemory:
         found = head_slices(rank, size, peer_size)
         return found[:1] if self._is_replicated else found
 
-    def grant(self, key: int, hello: WorkerHello) -> Answer:
+    def grant(self, hello: WorkerHello) -> Answer:
         """How to map our memory. The session stays open for as long as it is mapped."""
         if self._shared is None:
             return Answer(Refusal("kv_role", "kv_consumer", "kv_consumer"), keep_open=False)
@@ -182,19 +174,7 @@ class NpuMemory:
         except DeviceError as error:
             logger.warning("a decode cannot be let in: %s", error)
             return Answer(Refusal("device.pid", str(hello.device.pid), str(error)[:1000]), keep_open=False)
-        self._importers.add(key)
-        return Answer(self._grant(self._shared))
-
-    def _grant(self, shared: Shared) -> DeviceGrant:
-        strips = tuple(
-            DeviceStrip(strip.name, strip.address, strip.block_stride_bytes, strip.block_bytes)
-            for strip in self._layout.strips
-        )
-        return DeviceGrant(self._num_blocks, strips, shared.segments)
-
-    def on_close(self, key: int) -> None:
-        """An importer has unmapped, or has ended."""
-        self._importers.discard(key)
+        return Answer(grant_of(self._layout, self._shared))
 
     def open_source(self, order: MapPeer, parts: Sequence[HeadSlice], ask: Ask) -> NpuSource:
         """Map the memory of the peer's workers that have our heads."""
@@ -203,7 +183,7 @@ class NpuMemory:
             for part in parts:
                 grant, _, session = ask(part.peer_rank, DeviceGrant, 0)
                 source.sessions.append(session)
-                source.parts.append(self._map(grant, part))
+                source.parts.append(self.open_remote(grant, part))
         except BaseException:
             source.close()
             raise
@@ -212,11 +192,14 @@ class NpuMemory:
     def remote_grant(self) -> DeviceGrant | None:
         """Fabric handles can be imported by other servers of a SuperPoD."""
         shared = self._shared
-        return self._grant(shared) if shared is not None and shared.way == "fabric" else None
+        return grant_of(self._layout, shared) if shared is not None and shared.way == "fabric" else None
 
     def open_remote(self, grant: DeviceGrant, part: HeadSlice) -> NpuPart:
-        """As on this host; whether the lease still is decides what is believed."""
-        return self._map(grant, part)
+        """As on this host; there, whether the lease still is decides what is believed."""
+        strips = strips_between(self._layout, grant, part, self._tokens_per_block, is_replicated=self._is_replicated)
+        mapped = map_memory(self._acl, self._device, grant, strips, self._num_blocks, self._num_streams)
+        blocks = [(strip.name, strip.num_bytes) for strip in grant.strips]
+        return NpuPart(*mapped, make_plan(blocks, grant.num_blocks, 0.0).pool_layout())
 
     def watch(self, key: int, source: PullSource) -> None:
         """Unmap as soon as prefill has ended, or waits for that to be able to end."""
@@ -239,23 +222,6 @@ class NpuMemory:
             self._deathwatch.forget(session)
         with self._lock:
             self._sources = {key: other for key, other in self._sources.items() if other is not source}
-
-    def _map(self, grant: DeviceGrant, part: HeadSlice) -> NpuPart:
-        strips = strips_between(self._layout, grant, part, self._tokens_per_block, is_replicated=self._is_replicated)
-        try:
-            imported = DeviceImport(self._acl, self._device, native_segments(grant))
-            try:
-                copier = DeviceCopier(
-                    self._acl, self._device, imported, [*strips], self._num_blocks, grant.num_blocks, self._num_streams
-                )
-            except BaseException:
-                imported.close()
-                raise
-        except AclError as error:
-            raise DeviceError(str(error)) from error
-        return NpuPart(
-            imported, copier, packed([(each.name, each.num_bytes) for each in grant.strips], grant.num_blocks)
-        )
 
     def fence(self) -> Callable[[], None]:
         """Kernels that are queued now may still use the blocks that are about to be written."""

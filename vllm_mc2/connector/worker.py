@@ -35,7 +35,6 @@ from vllm_mc2.connector.metadata import MapPeer, MapResult, MC2Handshake, MC2Met
 from vllm_mc2.connector.pulling import Puller, PullResults
 from vllm_mc2.connector.worker_network import WorkerNetwork
 from vllm_mc2.errors import DeviceError, MC2Error, PeerRefusedError, PeerUnreachableError
-from vllm_mc2.memory import WorkerMemory
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
     Done,
@@ -124,9 +123,7 @@ class WorkerHalf:
                 vllm_config,
                 kv_cache_config,
                 self._config,
-                self._rank,
                 is_producer=self._is_producer,
-                is_consumer=self._is_consumer,
                 forget=self._puller.remove_source,
             )
         return HostMemory(
@@ -137,11 +134,6 @@ class WorkerHalf:
             is_consumer=self._is_consumer,
             attach_off=self.attach_off,
         )
-
-    @property
-    def _memory(self) -> WorkerMemory | None:
-        """Host memory of ours that vLLM's cache lies in."""
-        return self._backend.memory if self._backend is not None else None
 
     # --- allocation ---
 
@@ -172,7 +164,7 @@ class WorkerHalf:
             return
         self._fingerprint |= self._backend.facts()
         self._network.share(self._backend, self._is_producer)
-        self._server = SessionServer(self._directory, self._socket_id, self._on_hello, self._backend.on_close)
+        self._server = SessionServer(self._directory, self._socket_id, self._on_hello, lambda key: None)
 
     def handshake(self) -> MC2Handshake:
         """What the scheduler half must know of this worker."""
@@ -198,7 +190,7 @@ class WorkerHalf:
             return self._retire(hello)
         if isinstance(hello, WorkerHello):
             refused = refusal(self._fingerprint, self._rank, hello)
-            return Answer(refused, keep_open=False) if refused is not None else backend.grant(key, hello)
+            return Answer(refused, keep_open=False) if refused is not None else backend.grant(hello)
         if isinstance(hello, InspectHello) and backend.plan is not None:
             return answer_for_worker(hello, self._engine_id, self._rank, backend, self._puller.mapped())
         return Answer(Refusal("message", type(hello).__name__, "WorkerHello"), keep_open=False)
