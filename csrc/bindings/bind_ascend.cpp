@@ -104,7 +104,7 @@ void bind_acl(const nb::module_& module) {
         .def(
             "__init__",
             [](SharedAcl* self, const std::string& path) {
-                const nb::gil_scoped_release no_gil;
+                const GilRelease no_gil;
                 new (self) SharedAcl{std::make_shared<const Acl>(path)};
             },
             "path"_a = "libascendcl.so")
@@ -160,7 +160,7 @@ void bind_export(const nb::module_& module) {
     type.def(
             "__init__",
             [](DeviceExport* self, const SharedAcl& acl, std::int32_t device) {
-                const nb::gil_scoped_release no_gil;
+                const GilRelease no_gil;
                 new (self) DeviceExport(acl.acl, device);
             },
             "acl"_a, "device"_a)
@@ -169,7 +169,7 @@ void bind_export(const nb::module_& module) {
             [](DeviceExport& self, std::uintptr_t address, std::size_t num_bytes, bool fabric) {
                 std::vector<Segment> segments;
                 {
-                    const nb::gil_scoped_release no_gil;
+                    const GilRelease no_gil;
                     segments = self.add_allocation(address, num_bytes, fabric);
                 }
                 nb::list rows;
@@ -183,7 +183,7 @@ void bind_export(const nb::module_& module) {
             "add_key",
             [](DeviceExport& self, std::uintptr_t address, std::size_t num_bytes) {
                 const Segment segment = [&] {
-                    const nb::gil_scoped_release no_gil;
+                    const GilRelease no_gil;
                     return self.add_key(address, num_bytes);
                 }();
                 return tuple_of(segment);
@@ -203,7 +203,7 @@ void bind_import(const nb::module_& module) {
             [](DeviceImport* self, const SharedAcl& acl, std::int32_t device,
                const std::vector<SegmentTuple>& tuples) {
                 std::vector<Segment> segments = segments_of(tuples);
-                const nb::gil_scoped_release no_gil;
+                const GilRelease no_gil;
                 new (self) DeviceImport(acl.acl, device, std::move(segments));
             },
             "acl"_a, "device"_a, "segments"_a)
@@ -233,7 +233,7 @@ void bind_copier(const nb::module_& module) {
                                       .peer_stride = peer_stride,
                                       .num_bytes = num_bytes});
                 }
-                const nb::gil_scoped_release no_gil;
+                const GilRelease no_gil;
                 new (self) DeviceCopier(acl.acl, device, source.share(), std::move(strips),
                                         num_dst_blocks, num_src_blocks, num_streams);
             },
@@ -260,7 +260,7 @@ void bind_probe(const nb::module_& module) {
             [](AddressProbe* self, const SharedAcl& acl, std::int32_t device, std::size_t own_bytes,
                const std::vector<SegmentTuple>& peer) {
                 std::vector<Segment> segments = segments_of(peer);
-                const nb::gil_scoped_release no_gil;
+                const GilRelease no_gil;
                 new (self) AddressProbe(acl.acl, device, own_bytes, std::move(segments));
             },
             "acl"_a, "device"_a, "own_bytes"_a, "peer"_a)

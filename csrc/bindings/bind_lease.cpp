@@ -123,8 +123,7 @@ PublishedId publish_list(LeaseTable& self, const nb::bytes& token, const nb::byt
 nb::tuple view(const LeaseTable& self, std::size_t max_rows) {
     lease::TableView view;
     {
-        const nb::gil_scoped_release
-            no_gil;  // the scheduler's thread must not wait for an onlooker
+        const GilRelease no_gil;  // the scheduler's thread must not wait for an onlooker
         view = self.view(max_rows);
     }
     nb::list rows;

@@ -67,7 +67,7 @@ void bind_pool(const nb::module_& module) {
             [](Pool* self, std::size_t num_bytes, const std::string& huge_pages,
                const std::string& name) {
                 const HugePages mode = huge_pages_of(huge_pages);
-                const nb::gil_scoped_release no_gil;
+                const GilRelease no_gil;
                 new (self) Pool(num_bytes, mode, name);
             },
             "num_bytes"_a, nb::kw_only(), "huge_pages"_a = "auto", "name"_a = "mc2-pool")

@@ -6,12 +6,38 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 namespace mc2::bindings {
 
 namespace nb = nanobind;
 using namespace nb::literals;
-using NoGil = nb::call_guard<nb::gil_scoped_release>;
+
+// Releases the GIL while it exists. Where the interpreter has begun to end meanwhile, Python before 3.14 ends a thread
+// that asks for the GIL with pthread_exit, whose unwinding would reach a destructor, or a caller that swallows it, and
+// abort the process. Such a thread waits here for the process to end instead, as it does in 3.14.
+class GilRelease {
+ public:
+    GilRelease() : state_(PyEval_SaveThread()) {}
+    GilRelease(const GilRelease&) = delete;
+    GilRelease(GilRelease&&) = delete;
+    GilRelease& operator=(const GilRelease&) = delete;
+    GilRelease& operator=(GilRelease&&) = delete;
+    ~GilRelease() {
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (...) {
+            for (;;) {
+                ::pause();
+            }
+        }
+    }
+
+ private:
+    PyThreadState* state_;
+};
+
+using NoGil = nb::call_guard<GilRelease>;
 
 template <typename Class>
 void add_context_manager(nb::class_<Class>& type) {

@@ -205,3 +205,24 @@ def test_gil_is_free_while_a_pool_is_made() -> None:
     assert pools[0].num_bytes == 256 << 20
     # With the GIL held there is one switch to us at most before and one after; free, there are thousands.
     assert steps > 100
+
+
+# Main ends while another thread is in here without the GIL, as an engine's does when it is stopped while it copies.
+ENDS_IN_A_CALL = """
+import threading, time
+from vllm_mc2._native import AddressRange
+memory = AddressRange(64 << 20)
+memory.map_anonymous(0, 64 << 20)
+def run():
+    while True:
+        memory.prefault(0, 64 << 20)
+        memory.copy([(0, 32 << 20, 1 << 20)])
+threading.Thread(target=run, daemon=True).start()
+time.sleep(0.05)
+"""
+
+
+def test_the_process_ends_quietly_while_a_thread_is_in_native_code() -> None:
+    for _ in range(5):
+        child = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], capture_output=True, timeout=60, check=False)
+        assert (child.returncode, child.stderr) == (0, b"")
