@@ -1,4 +1,4 @@
-"""The wire: messages between peers, and the ticket that travels with a request.
+"""The wire: messages between peers. How a ticket travels with a request is in ``ticket.py``.
 
 Frames are a 4-byte little-endian length and that many bytes of MessagePack, one tagged struct each; file descriptors
 ride on the frame that names them (``SCM_RIGHTS``). A session is one question and one answer, after which the
@@ -41,13 +41,13 @@ receiver, on its own copy.
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from vllm_mc2.device_messages import Address, DeviceGrant, DeviceHello
-from vllm_mc2.errors import PeerRefusedError, ProtocolError, TicketError
+from vllm_mc2.errors import PeerRefusedError, ProtocolError
 from vllm_mc2.inspection import EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
@@ -343,9 +343,6 @@ def first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tupl
     return None
 
 
-TICKET_KEY = "mc2_ticket"
-
-
 def new_token() -> bytes:
     """16 random bytes for a lease."""
     return secrets.token_bytes(16)
@@ -354,61 +351,3 @@ def new_token() -> bytes:
 def new_incarnation() -> str:
     """32 hex digits that name one start of one engine."""
     return secrets.token_hex(16)
-
-
-class TcpAddress(NamedTuple):
-    """Where a prefill listens for other hosts."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-LOCAL_ADDRESS = TcpAddress("localhost", 0)
-"""In tickets of a prefill that does not listen for other hosts: peers meet in the socket directory."""
-
-
-def ticket_params(ticket: Ticket, engine_id: str, tp_size: int, address: TcpAddress = LOCAL_ADDRESS) -> dict[str, Any]:
-    """``kv_transfer_params`` of prefill's response: the field names that proxies and routers know, plus the ticket.
-
-    Its size does not depend on the prompt, and it names no blocks: a client of decode's HTTP API must not be able to
-    ask for other people's.
-    """
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": engine_id,
-        "remote_request_id": f"{ticket.slot}-{ticket.generation}",
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "tp_size": tp_size,
-        TICKET_KEY: msgspec.to_builtins(ticket),
-    }
-
-
-def parse_ticket(params: Mapping[str, Any]) -> Ticket:
-    """The ticket in a decode request's ``kv_transfer_params``, which came through an HTTP API and may hold anything.
-
-    Raises:
-        TicketError: no ticket, or one that is not well-formed or of another protocol version.
-    """
-    raw = params.get(TICKET_KEY)
-    if raw is None:
-        raise TicketError(f"kv_transfer_params hold no {TICKET_KEY}")
-    try:
-        ticket = msgspec.convert(raw, Ticket, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise TicketError(f"malformed {TICKET_KEY}: {error}") from error
-    if ticket.version != PROTOCOL_VERSION:
-        raise TicketError(f"{TICKET_KEY} is of protocol {ticket.version}, this side speaks {PROTOCOL_VERSION}")
-    return ticket
-
-
-def parse_address(params: Mapping[str, Any]) -> TcpAddress | None:
-    """Where a decode request says that its prefill listens, or None. It may be anything: connect only to what a ticket proves."""
-    host, port = params.get("remote_host"), params.get("remote_port")
-    if not isinstance(host, str) or not 0 < len(host) <= 255 or type(port) is not int or not 0 < port < 65536:
-        return None
-    return TcpAddress(host, port)

@@ -17,7 +17,8 @@ from fastapi import Request, Response
 from examples.pair import free_ports
 from tests.ascend.vllm_ascend_source import source
 from tests.proxy.fakes import DEADLINE_SECONDS, FakeServer, serving, wait_for
-from vllm_mc2.protocol import TICKET_KEY, TcpAddress, Ticket, parse_address, parse_ticket, ticket_params
+from vllm_mc2.protocol import Ticket
+from vllm_mc2.ticket import TICKET_KEY, TcpAddress, parse_address, parse_ticket, ticket_params
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

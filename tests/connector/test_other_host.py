@@ -21,7 +21,7 @@ from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError, TransportError
 from vllm_mc2.network.secret import address_proof
 from vllm_mc2.network.transport import Piece, Reader
-from vllm_mc2.protocol import TICKET_KEY, TcpAddress
+from vllm_mc2.ticket import TICKET_KEY, TcpAddress
 
 pytestmark = needs_mooncake
 SECRET = "0123456789abcdef0123456789abcdef"

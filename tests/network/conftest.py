@@ -17,10 +17,10 @@ from vllm_mc2.protocol import (
     Refusal,
     SchedulerHello,
     SchedulerWelcome,
-    TcpAddress,
     WorkerEndpoint,
 )
 from vllm_mc2.session import Answer
+from vllm_mc2.ticket import TcpAddress
 
 _no_mooncake = why_no_mooncake()
 needs_mooncake = pytest.mark.skipif(_no_mooncake is not None, reason=_no_mooncake or "")

@@ -27,11 +27,11 @@ from vllm_mc2.protocol import (
     Offered,
     Release,
     SchedulerWelcome,
-    TcpAddress,
     Ticket,
     Verdict,
     WorkerEndpoint,
 )
+from vllm_mc2.ticket import TcpAddress
 
 TOKEN = b"t" * 16
 TICKETS = st.builds(

@@ -24,10 +24,10 @@ from vllm_mc2.protocol import (
     InspectHello,
     SchedulerWelcome,
     TcpAccept,
-    TcpAddress,
     TcpChallenge,
     TcpProof,
 )
+from vllm_mc2.ticket import TcpAddress
 
 
 def test_both_sides_know_the_secret(lender: Lender, connect: Connect) -> None:

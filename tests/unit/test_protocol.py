@@ -11,7 +11,8 @@ from vllm_mc2.digest import PromptExtras, prompt_digest
 from vllm_mc2.errors import ProtocolError, TicketError
 from vllm_mc2.inspection import DecodeRow, MappedRow, WindowRow
 from vllm_mc2.layout import PoolLayout, Region
-from vllm_mc2.protocol import Ticket, parse_ticket, ticket_params
+from vllm_mc2.protocol import Ticket
+from vllm_mc2.ticket import parse_ticket, ticket_params
 
 POOL = PoolLayout(num_blocks=9, pool_bytes=1 << 21, regions=(Region(name="l.0", offset_bytes=0, block_bytes=4096),))
 MESSAGES: list[protocol.Message] = [

@@ -23,6 +23,7 @@ LAYERS = [
     ["ascend"],
     ["session", "memory", "leases"],
     ["channel"],
+    ["ticket"],
     ["protocol"],
     ["layout", "digest", "config", "inspection", "device_messages", "findings"],
     ["errors"],

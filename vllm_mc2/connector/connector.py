@@ -30,7 +30,8 @@ from vllm_mc2.connector.prefill import PrefillHalf
 from vllm_mc2.connector.remote_prefill import RemotePrefill
 from vllm_mc2.connector.worker import WorkerHalf
 from vllm_mc2.network.lender import Listening
-from vllm_mc2.protocol import TcpAddress, WorkerEndpoint
+from vllm_mc2.protocol import WorkerEndpoint
+from vllm_mc2.ticket import TcpAddress
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

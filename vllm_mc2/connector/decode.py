@@ -30,7 +30,8 @@ from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.connector.peer import Peer, PeerState
 from vllm_mc2.connector.peers import PeerTable
 from vllm_mc2.errors import PeerUnreachableError, TicketError
-from vllm_mc2.protocol import Ticket, parse_address, parse_ticket
+from vllm_mc2.protocol import Ticket
+from vllm_mc2.ticket import parse_address, parse_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_mc2.connector.borrowed import Loan
-from vllm_mc2.protocol import TcpAddress, Ticket
+from vllm_mc2.protocol import Ticket
+from vllm_mc2.ticket import TcpAddress
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

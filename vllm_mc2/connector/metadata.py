@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_mc2.device_messages import DeviceGrant
 from vllm_mc2.layout import AddressPlan, PoolLayout
-from vllm_mc2.protocol import RemoteGrant, TcpAddress, Ticket
+from vllm_mc2.protocol import RemoteGrant, Ticket
+from vllm_mc2.ticket import TcpAddress
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from vllm_mc2.leases import PeerLeases
 from vllm_mc2.network.borrower import RemoteLeases, RemoteSession, open_remote_session
 from vllm_mc2.network.loop import LoopThread
 from vllm_mc2.network.secret import is_proven
-from vllm_mc2.protocol import PROTOCOL_VERSION, SchedulerHello, SchedulerWelcome, TcpAddress, Ticket
+from vllm_mc2.protocol import PROTOCOL_VERSION, SchedulerHello, SchedulerWelcome, Ticket
 from vllm_mc2.session import Session, open_session
+from vllm_mc2.ticket import TcpAddress
 
 logger = logging.getLogger("vllm.mc2.peers")
 

@@ -29,8 +29,9 @@ from vllm_mc2.connector.peer import Connected, Dialer, OwnWorker, Peer, PeerStat
 from vllm_mc2.errors import LayoutError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from vllm_mc2.layout import AddressPlan, WindowAllocator, head_slices
 from vllm_mc2.leases import LeaseId
-from vllm_mc2.protocol import Done, RetirePool, SchedulerWelcome, TcpAddress, Ticket
+from vllm_mc2.protocol import Done, RetirePool, SchedulerWelcome, Ticket
 from vllm_mc2.session import open_session
+from vllm_mc2.ticket import TcpAddress
 
 logger = logging.getLogger("vllm.mc2.peers")
 

@@ -23,21 +23,19 @@ from vllm_mc2.errors import ConfigError
 from vllm_mc2.leases import LeaseBook
 from vllm_mc2.network.secret import address_proof
 from vllm_mc2.protocol import (
-    LOCAL_ADDRESS,
     PROTOCOL_VERSION,
     InspectHello,
     Message,
     Refusal,
     SchedulerHello,
     SchedulerWelcome,
-    TcpAddress,
     WorkerEndpoint,
     WorkerHello,
     new_incarnation,
     new_token,
-    ticket_params,
 )
 from vllm_mc2.session import Answer, SessionServer
+from vllm_mc2.ticket import LOCAL_ADDRESS, TcpAddress, ticket_params
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -6,8 +6,9 @@ from vllm_mc2.connector.fingerprint import refusal
 from vllm_mc2.connector.metadata import MC2Handshake
 from vllm_mc2.device_messages import DeviceGrant
 from vllm_mc2.network.lender import Listening, RemoteServer
-from vllm_mc2.protocol import Message, Refusal, RemoteGrant, TcpAddress, WorkerHello
+from vllm_mc2.protocol import Message, Refusal, RemoteGrant, WorkerHello
 from vllm_mc2.session import Answer
+from vllm_mc2.ticket import TcpAddress
 
 
 class RemotePrefill:

@@ -17,7 +17,8 @@ from vllm_mc2.network.address import resolve_own_address
 from vllm_mc2.network.borrower import RemoteSession, open_remote_session
 from vllm_mc2.network.loop import LoopThread
 from vllm_mc2.network.transport import MooncakeTransport, Reader, Span, Transport, why_no_mooncake
-from vllm_mc2.protocol import PROTOCOL_VERSION, RemoteGrant, TcpAddress, WorkerHello
+from vllm_mc2.protocol import PROTOCOL_VERSION, RemoteGrant, WorkerHello
+from vllm_mc2.ticket import TcpAddress
 
 
 class WorkerNetwork:

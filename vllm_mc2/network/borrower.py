@@ -19,7 +19,8 @@ from vllm_mc2.errors import PeerUnreachableError, ProtocolError
 from vllm_mc2.leases import LeaseId, LeaseOffer
 from vllm_mc2.network.loop import LoopThread
 from vllm_mc2.network.stream import SecureStream
-from vllm_mc2.protocol import Claim, LookUp, Message, Offered, Release, TcpAddress, Ticket, Verdict, expect
+from vllm_mc2.protocol import Claim, LookUp, Message, Offered, Release, Ticket, Verdict, expect
+from vllm_mc2.ticket import TcpAddress
 
 T = TypeVar("T", bound=Message)
 Answered = Offered | Verdict

@@ -19,8 +19,9 @@ from vllm_mc2.leases import PeerLeases
 from vllm_mc2.network.address import resolve_own_address
 from vllm_mc2.network.loop import LoopThread
 from vllm_mc2.network.stream import SecureStream
-from vllm_mc2.protocol import Claim, LookUp, Message, Offered, Release, TcpAddress, Ticket, Verdict
+from vllm_mc2.protocol import Claim, LookUp, Message, Offered, Release, Ticket, Verdict
 from vllm_mc2.session import HELLO_TIMEOUT_SECONDS, MAX_PENDING, MAX_SESSIONS, Answer
+from vllm_mc2.ticket import TcpAddress
 
 logger = logging.getLogger("vllm.mc2.network")
 

@@ -7,7 +7,8 @@ import hmac
 import struct
 from typing import NamedTuple
 
-from vllm_mc2.protocol import TcpAddress, TcpChallenge
+from vllm_mc2.protocol import TcpChallenge
+from vllm_mc2.ticket import TcpAddress
 
 TAG_BYTES = 16
 _SEQUENCE = struct.Struct("<Q")

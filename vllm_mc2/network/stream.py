@@ -24,10 +24,10 @@ from vllm_mc2.protocol import (
     Message,
     Refusal,
     TcpAccept,
-    TcpAddress,
     TcpChallenge,
     TcpProof,
 )
+from vllm_mc2.ticket import TcpAddress
 
 MAX_GREETING_BYTES = 1024
 """A frame before the secret is proven."""

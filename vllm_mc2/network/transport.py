@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from vllm_mc2.errors import TransportError
-from vllm_mc2.protocol import TcpAddress
+from vllm_mc2.ticket import TcpAddress
 
 logger = logging.getLogger("vllm.mc2.transport")
 

@@ -19,7 +19,13 @@ from vllm_mc2.errors import LayoutError, MC2Error, PeerUnreachableError, Protoco
 from vllm_mc2.layout import mirror_plan
 from vllm_mc2.leases import LeaseId, PeerLeases
 from vllm_mc2.memory import WorkerMemory
-from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, Introduction, TensorHello, TensorWelcome
+from vllm_mc2.protocol import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Introduction,
+    TensorHello,
+    TensorWelcome,
+)
 from vllm_mc2.session import Session, open_session
 from vllm_mc2.tensors.host import HELLO_SECONDS, Reception
 from vllm_mc2.tensors.manager import LayerKV
