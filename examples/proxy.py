@@ -69,7 +69,7 @@ ASK_FOR_TICKET: Mapping[str, Any] = {
 # Fields that could end the one-token answer otherwise than by length, that vLLM refuses beside
 # max_tokens 1, or that only make it larger. None of them shapes the prompt.
 NOT_FOR_PREFILL = {
-    *("best_of", "echo", "logprobs", "min_tokens", "prompt_logprobs", "top_logprobs"),
+    *("best_of", "echo", "logprob_token_ids", "logprobs", "min_tokens", "prompt_logprobs", "top_logprobs"),
     *("include_stop_str_in_output", "repetition_detection", "stop", "stop_token_ids"),
     *("return_token_ids", "return_tokens_as_token_ids", "stream_options"),
     *("thinking_token_budget", "use_beam_search"),

@@ -44,8 +44,12 @@ def prepare_socket_dir(path: Path) -> None:
     """Make the socket directory, or check the one that is there.
 
     Raises:
-        ConfigError: it is a link, belongs to somebody else, or others may enter it.
+        ConfigError: it is a link, belongs to somebody else, or others may enter it; or this process cannot tell its own user
+            from others.
     """
+    obstacle = why_uids_say_nothing()
+    if obstacle is not None:
+        raise ConfigError(f"socket_dir {path}: {obstacle}")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
@@ -56,11 +60,27 @@ def prepare_socket_dir(path: Path) -> None:
         raise ConfigError(f"socket_dir {path}: mode {stat.S_IMODE(info.st_mode):04o} lets others in, expected 0700")
 
 
+def why_uids_say_nothing() -> str | None:
+    """Why other users would look like this process's own, or None.
+
+    In a user namespace everybody whom it has no id for is shown as the overflow uid (user_namespaces(7)), 65534, which is
+    also ``nobody``: a process that runs as that there could not be told from any stranger.
+    """
+    overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    if os.geteuid() != overflow:
+        return None
+    ranges = Path("/proc/self/uid_map").read_text().split()
+    if sum(int(count) for count in ranges[2::3]) >= _ALL_UIDS:
+        return None
+    return f"in this user namespace every unknown user is shown as uid {overflow}, as which this process runs; use another uid"
+
+
 def socket_path(directory: Path, socket_id: str) -> Path:
     """Where the socket with this id is or would be: its first 16 hex digits, since Unix socket paths are short."""
     return directory / f"{socket_id[:16]}.sock"
 
 
+_ALL_UIDS = (1 << 32) - 1
 _PF_EXITING = 0x4
 _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 _swept_at_exit: set[Path] = set()
@@ -129,6 +149,8 @@ def _listener_state(path: Path) -> Literal["alive", "dying", "dead"]:
 
 def _is_dying(pid: int) -> bool:
     """Whether the process has been killed (proc(5): ``PF_EXITING`` in its flags, or SIGKILL pending)."""
+    if pid <= 0:
+        return False  # in another PID namespace, from where it has just answered
     try:
         flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
         pending = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
@@ -231,12 +253,13 @@ class Channel(FrameSocket):
         """Checks who is there.
 
         Raises:
-            ProtocolError: another user; the socket is closed then.
+            ProtocolError: another user, or one that cannot be told; the socket is closed then.
         """
         pid, uid = peer_credentials(sock)
-        if uid != os.geteuid():
+        refused = f"only {os.geteuid()} is served" if uid != os.geteuid() else why_uids_say_nothing()
+        if refused is not None:
             sock.close()
-            raise ProtocolError(f"peer runs as uid {uid}, only {os.geteuid()} is served")
+            raise ProtocolError(f"peer runs as uid {uid}, {refused}")
         super().__init__(sock)
         self.peer_pid = pid
 
@@ -249,9 +272,18 @@ class Channel(FrameSocket):
             ProtocolError: the listener is of another user.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        deadline = time.monotonic() + timeout_seconds
         try:
             sock.settimeout(timeout_seconds)
-            sock.connect(os.fspath(path))
+            while True:
+                try:
+                    sock.connect(os.fspath(path))
+                    break
+                except BlockingIOError:
+                    # The listener's queue is full: with a timeout, the kernel does not let us wait for a place in it.
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.005)
         except OSError as error:
             sock.close()
             raise PeerUnreachableError(error.errno or errno.ETIMEDOUT, f"{path.name}: {error}") from error

@@ -5,7 +5,9 @@ the worker. Mapping and prefaulting may run on a background thread while attenti
 for one peer must not overlap.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import errno
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from vllm_mc2._native import AddressRange, BlockCopier, Pool
@@ -14,6 +16,24 @@ from vllm_mc2.layout import AddressPlan, HeadSlice, PoolLayout, align_up, mirror
 
 Copier = BlockCopier
 """What :meth:`WorkerMemory.copier` makes."""
+
+
+@contextlib.contextmanager
+def _with_advice(wanted: Literal["memory", "huge pages", "address space"]) -> Iterator[None]:
+    """An ``OSError`` of the native module says in its message what was wanted and what there is; this adds what to do."""
+    advice = {
+        "memory": "give this host or container more memory, or the KV cache less of it (--kv-cache-memory-bytes, or"
+        " VLLM_CPU_KVCACHE_SPACE on CPUs); the size of /dev/shm does not matter",
+        "huge pages": "give this host or container more memory, reserve huge pages (sysctl vm.nr_hugepages), or set huge_pages"
+        " to 'auto'",
+        "address space": "raise the limit on address space (ulimit -v), or lower window_pool_factor; it is no memory",
+    }[wanted]
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            advice = "raise the limit on file sizes (ulimit -f), which counts for shared memory too"
+        raise OSError(error.errno, f"{error.strerror}: {advice}") from error
 
 
 class OwnRegion(NamedTuple):
@@ -37,12 +57,13 @@ class WorkerMemory:
         """Allocate and map everything local.
 
         Raises:
-            OSError: too little memory (``ENOMEM``; the message has wanted and available bytes), or no huge pages
-                though they are required.
+            OSError: too little memory (``ENOMEM``; the message has wanted and available bytes, and what to do), no huge pages
+                though they are required, or a limit of this process that is too low.
         """
         self.plan = plan
         self.layout = plan.pool_layout()
-        self._range = AddressRange(plan.range_bytes)
+        with _with_advice("address space"):
+            self._range = AddressRange(plan.range_bytes)
         self._pool: Pool | None = None
         self._peers: dict[int, PoolLayout] = {}
         local = list(zip(plan.regions, self.layout.regions, strict=True))
@@ -52,7 +73,8 @@ class WorkerMemory:
             for in_range, in_pool in local:
                 self._range.map_anonymous(in_range.offset_bytes, self.layout.region_bytes(in_pool))
             return
-        self._pool = Pool(self.layout.pool_bytes, huge_pages=huge_pages, name="mc2-kv-pool")
+        with _with_advice("huge pages" if huge_pages == "require" else "memory"):
+            self._pool = Pool(self.layout.pool_bytes, huge_pages=huge_pages, name="mc2-kv-pool")
         for in_range, in_pool in local:
             self._range.map_pool(
                 in_range.offset_bytes, self._pool, in_pool.offset_bytes, self.layout.region_bytes(in_pool)

@@ -6,7 +6,8 @@ callback says so. Both callbacks run on the server's thread, hold no lock of our
 
 :class:`Session` (decode) is the other end: made by a blocking handshake with a deadline, then held open.
 
-A bad or silent client costs one of ``MAX_PENDING`` places for at most ``HELLO_TIMEOUT_SECONDS``, and never the thread.
+A bad or silent client costs one of ``MAX_PENDING`` places for at most ``HELLO_TIMEOUT_SECONDS``, and never the thread. When
+they are all taken, the one that has been silent for longest makes room, so that strangers keep nobody out.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import os
 import select
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -76,7 +78,8 @@ class SessionServer:
         on_hello: Callable[[int, Message], Answer],
         on_close: Callable[[int], None],
     ) -> None:
-        """``on_hello(key, hello)`` answers; ``on_close(key)`` is called once for each key that was welcomed.
+        """``on_hello(key, hello)`` answers; ``on_close(key)`` is called once for each key that was welcomed, when its client is
+        gone or :meth:`close` ends its session.
 
         Raises:
             ConfigError: the socket cannot be bound.
@@ -90,7 +93,7 @@ class SessionServer:
             unnamed = self.path.with_suffix(".new")
             self._listener.bind(os.fspath(unnamed))
             unnamed.chmod(0o600)
-            self._listener.listen(128)
+            self._listener.listen(1024)
             unnamed.rename(self.path)
         except OSError as error:
             self._listener.close()
@@ -100,6 +103,10 @@ class SessionServer:
         self._connections: dict[int, _Connection] = {}
         self._next_key = 0
         self.num_rejected = 0
+        """Connections that came to nothing through their own fault; only grows. Any thread may read it."""
+        self.failure: str | None = None
+        """The bug that has ended the thread, if one has: nobody is let in any more. Any thread may read it."""
+        self._num_failed_accepts = 0
         self._linger_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name=f"mc2-{socket_id[:8]}", daemon=True)
         self._thread.start()
@@ -122,12 +129,25 @@ class SessionServer:
     def _run(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ, "accept")
         self._selector.register(self._wake_read, selectors.EVENT_READ, "stop")
+        is_in_order = False
         try:
             while self._serve_once():
                 pass
             self._linger()
+            is_in_order = True
         finally:
+            if not is_in_order:
+                self._fail()
             self._tear_down()
+
+    def _fail(self) -> None:
+        """The thread is about to end by a bug of ours; the exception goes on to ``threading.excepthook``."""
+        error = sys.exception()
+        self.failure = f"{type(error).__name__}: {error}"
+        logger.critical("sessions at %s have ended by a bug, restart this engine: %s", self.path.name, self.failure)
+        # Clients that are alive still use what they were given, so nobody must hear of an end of theirs.
+        for connection in self._connections.values():
+            connection.welcomed = False
 
     def _linger(self) -> None:
         """Say that the sessions are over, and wait for the clients to let go."""
@@ -167,20 +187,23 @@ class SessionServer:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            logger.warning("cannot accept a peer: %s", error)
+            self._num_failed_accepts += 1
+            if _is_worth_a_line(self._num_failed_accepts):
+                logger.warning("cannot accept a peer (%d times so far): %s", self._num_failed_accepts, error)
             time.sleep(0.05)  # out of descriptors: the pending connection would wake us at once again
             return
-        num_pending = sum(not c.welcomed for c in self._connections.values())
         try:
             channel = Channel(sock)
         except ProtocolError as error:
-            self.num_rejected += 1
-            logger.warning("refused a connection: %s", error)
+            self._count_rejected(str(error))
             return
-        if num_pending >= MAX_PENDING or len(self._connections) >= MAX_SESSIONS:
-            self.num_rejected += 1
+        if len(self._connections) >= MAX_SESSIONS:
+            self._count_rejected(f"{MAX_SESSIONS} sessions are open already")
             channel.close()
             return
+        pending = [c for c in self._connections.values() if not c.welcomed]
+        if len(pending) >= MAX_PENDING:
+            self._reject(pending[0], "it has been silent for longest, and others wait")
         sock.setblocking(False)
         connection = _Connection(self._next_key, channel)
         self._next_key += 1
@@ -198,6 +221,8 @@ class SessionServer:
                 return
             data = connection.channel.sock.recv(65536)
             if not data:
+                if connection.buffer:
+                    raise ProtocolError("it left in the middle of its hello")
                 self._drop(connection)
                 return
             connection.buffer += data
@@ -248,11 +273,13 @@ class SessionServer:
         return connection.channel.peer_pid if connection is not None else 0
 
     def _reject(self, connection: _Connection, reason: str) -> None:
-        self.num_rejected += 1
-        # Powers of two only, so that a broken or hostile client cannot fill the log.
-        if self.num_rejected & (self.num_rejected - 1) == 0:
-            logger.warning("rejected a peer (%d so far): %s", self.num_rejected, reason)
+        self._count_rejected(reason)
         self._drop(connection)
+
+    def _count_rejected(self, reason: str) -> None:
+        self.num_rejected += 1
+        if _is_worth_a_line(self.num_rejected):
+            logger.warning("rejected a peer (%d so far): %s", self.num_rejected, reason)
 
     def _drop(self, connection: _Connection) -> None:
         del self._connections[connection.key]
@@ -272,6 +299,11 @@ class SessionServer:
         self._listener.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+
+def _is_worth_a_line(count: int) -> bool:
+    """Powers of two only, so that a broken or hostile client cannot fill the log."""
+    return count & (count - 1) == 0
 
 
 class Session:

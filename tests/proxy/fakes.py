@@ -112,3 +112,96 @@ def serving(app: FastAPI) -> Iterator[str]:
         server.should_exit = True
         thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive(), "a server did not end"
+
+
+EOS = "</s>"
+
+
+@dataclass
+class RuledServer(FakeServer):
+    """A server whose answers follow the request's fields as vLLM's do (0.32: `check_stop` and the API's validators).
+
+    Its model says `tokens`, whatever the prompt. As strict as can be about tickets: only an answer that ends by length, with
+    one token, has one; real vLLM also gives it to some others.
+    """
+
+    tokens: list[str] = field(default_factory=lambda: ["Hi", " to", " you", EOS])
+    endings: list[str] = field(default_factory=list)
+    """How each answer ended, in the order of the requests."""
+
+    def reset(self, params: Any = None, tokens: list[str] | None = None) -> None:
+        fresh = RuledServer(params=params, url=self.url)
+        vars(self).update({**vars(fresh), "tokens": tokens or fresh.tokens})
+
+    async def answer(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self.seen.append(Seen(request.url.path, dict(request.headers), body))
+        is_chat = request.url.path.endswith("/chat/completions")
+        problem = self.problem_of(body, is_chat)
+        if problem is not None:
+            return JSONResponse({"error": {"message": problem, "code": 400}}, status_code=400)
+        text, count, reason = self.generate(body, is_chat)
+        self.endings.append(reason)
+        count *= body.get("n") or 1
+        usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
+        choices = [
+            {"index": index, "finish_reason": reason, **({"message": {"content": text}} if is_chat else {"text": text})}
+            for index in range(body.get("n") or 1)
+        ]
+        if body.get("stream"):
+            return StreamingResponse(self.events(choices, usage, body), media_type="text/event-stream")
+        is_asked = (body.get("kv_transfer_params") or {}).get("do_remote_decode") is True
+        params = self.params if is_asked and reason == "length" and count == 1 else None
+        return JSONResponse({"choices": choices, "usage": usage, "kv_transfer_params": params})
+
+    def limit_of(self, body: dict[str, Any], is_chat: bool) -> int:
+        """The most tokens that it may say."""
+        limit = body.get("max_tokens", None if is_chat else 16)
+        if is_chat and body.get("max_completion_tokens") is not None:
+            limit = body["max_completion_tokens"]
+        return 1000 if limit is None else limit
+
+    def problem_of(self, body: dict[str, Any], is_chat: bool) -> str | None:
+        """What vLLM answers with a 400."""
+        limit = self.limit_of(body, is_chat)
+        if limit < 1:
+            return f"max_tokens must be at least 1, got {limit}."
+        if (body.get("min_tokens") or 0) > limit:
+            return f"min_tokens must be less than or equal to max_tokens={limit}"
+        if body.get("stream_options") is not None and not body.get("stream"):
+            return "Stream options can only be defined when `stream=True`."
+        if is_chat and body.get("top_logprobs") and not body.get("logprobs"):
+            return "when using `top_logprobs`, `logprobs` must be set to true."
+        if is_chat and body.get("logprob_token_ids") and not body.get("logprobs"):
+            return "when using `logprob_token_ids`, `logprobs` must be set to true."
+        if (body.get("n") or 1) > 1 and body.get("temperature") == 0:
+            return "n must be 1 when using greedy sampling"
+        return None
+
+    def generate(self, body: dict[str, Any], is_chat: bool) -> tuple[str, int, str]:
+        """`(text, number of tokens, finish_reason)` of one choice."""
+        limit, least = self.limit_of(body, is_chat), body.get("min_tokens") or 0
+        stop = body.get("stop") or []
+        stop = [stop] if isinstance(stop, str) else stop
+        text = ""
+        for count in range(1, limit + 1):
+            token = self.tokens[min(count, len(self.tokens)) - 1]
+            if token == EOS and count > least and not body.get("ignore_eos"):
+                return text, count, "stop"
+            text += "" if token == EOS else token
+            if count > least and any(word in text for word in stop):
+                return text[: min(text.index(word) for word in stop if word in text)], count, "stop"
+            if count > least and count in (body.get("stop_token_ids") or []):  # the n-th token has the id n
+                return text, count, "stop"
+        return text, limit, "length"
+
+    async def events(
+        self, choices: list[dict[str, Any]], usage: dict[str, int], body: dict[str, Any]
+    ) -> AsyncIterator[bytes]:
+        """An answer as a stream: one event for each choice, the usage if it is wanted, and the marker of the end."""
+        for choice in choices:
+            yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+            await asyncio.sleep(0)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"

@@ -60,9 +60,11 @@ class RemoteServer:
         self._on_hello = on_hello
         self._on_close = on_close
         self._keys = itertools.count(_FIRST_KEY)
-        self._num_pending = 0
+        self._pending: dict[asyncio.StreamWriter, None] = {}
+        """Who has not said a hello yet, the oldest first."""
         self._num_sessions = 0
         self.num_rejected = 0
+        """Connections that came to nothing through their own fault; only grows. Any thread may read it."""
         self._loop = LoopThread()
         try:
             self._server = self._loop.submit(self._listen()).result()
@@ -96,10 +98,15 @@ class RemoteServer:
                 writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._num_pending >= MAX_PENDING or self._num_sessions >= MAX_SESSIONS:
-            self.num_rejected += 1
+        if self._num_sessions >= MAX_SESSIONS:
+            self._reject(writer, f"{MAX_SESSIONS} sessions are open already")
             return
-        self._num_pending += 1
+        if len(self._pending) >= MAX_PENDING:
+            # Who has been silent for longest makes room, so that strangers keep nobody out.
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            oldest.transport.abort()
+        self._pending[writer] = None
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
                 listening = self._listening
@@ -113,7 +120,7 @@ class RemoteServer:
             self._reject(writer, str(error) or "said nothing in time")
             return
         finally:
-            self._num_pending -= 1
+            self._pending.pop(writer, None)
         self._num_sessions += 1
         try:
             await self._welcome(next(self._keys), stream, hello)
