@@ -108,7 +108,7 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
             path = Path(runtime_dir) / "vllm-mc2" if runtime_dir else Path(f"/tmp/vllm-mc2-{os.getuid()}")  # noqa: S108
         else:
-            path = Path(self.socket_dir)
+            path = _path("socket_dir", self.socket_dir)
         if not path.is_absolute():
             raise ConfigError(wrong_value("socket_dir", str(path), "an absolute path"))
         longest = SUN_PATH_MAX_BYTES - SOCKET_NAME_BYTES
@@ -124,15 +124,31 @@ class MC2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         """
         origin, text = "tcp_secret", self.tcp_secret
         if self.tcp_secret_file is not None:
-            origin, text = "tcp_secret_file", _read_secret(Path(self.tcp_secret_file))
+            origin, text = "tcp_secret_file", _read_secret(_path("tcp_secret_file", self.tcp_secret_file))
         elif SECRET_VARIABLE in os.environ:
             origin, text = SECRET_VARIABLE, os.environ[SECRET_VARIABLE]
         if text is None:
             return None
-        secret = text.strip().encode()
+        try:
+            secret = text.strip().encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{origin}: expected text that UTF-8 can say"
+            ) from None  # the error itself shows the secret
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(f"{origin}: a secret of {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}")
         return secret
+
+
+def _path(key: str, text: str) -> Path:
+    """JSON can say more than a path can be: zeros, and halves of surrogate pairs."""
+    try:
+        is_path = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise ConfigError(wrong_value(key, text, "a path"))
+    return Path(text)
 
 
 def _read_secret(path: Path) -> str:
@@ -147,7 +163,11 @@ def _read_secret(path: Path) -> str:
 
 def wrong_value(key: str, value: object, allowed: str) -> str:
     """What a :class:`ConfigError` says of a key."""
-    shown = "(not shown)" if key == "tcp_secret" else repr(value)
+    try:
+        # A mistyped key has the secret as well.
+        shown = "(not shown)" if "secret" in key and key != "tcp_secret_file" else repr(value)
+    except RecursionError:
+        shown = "(nested too deeply)"
     return f"kv_connector_extra_config.{key} = {shown}: expected {allowed}"
 
 
@@ -176,7 +196,7 @@ def parse_config(extra: Mapping[str, object]) -> MC2Config:
     Raises:
         ConfigError: unknown key, wrong type or range; the message names the key, the value and what is allowed.
     """
-    known = {field.encode_name for field in msgspec.structs.fields(MC2Config)}
+    known = MC2Config.__struct_encode_fields__
     for key in extra:
         if key not in known:
             raise ConfigError(wrong_value(key, extra[key], f"no such key; known keys: {', '.join(sorted(known))}"))
@@ -184,7 +204,7 @@ def parse_config(extra: Mapping[str, object]) -> MC2Config:
         # One key at a time, so that the message can name the key and its value.
         try:
             msgspec.convert({key: value}, MC2Config, strict=True)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeError):  # half of a surrogate pair fails before it is compared
             raise ConfigError(wrong_value(key, value, allowed(key))) from None
     config = msgspec.convert(dict(extra), MC2Config, strict=True)
     config.resolve_socket_dir()

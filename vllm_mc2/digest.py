@@ -33,6 +33,10 @@ def prompt_digest(token: bytes, token_ids: Sequence[int], extras: PromptExtras) 
     much for the hash.
 
     Raises:
-        OverflowError: a token id that MessagePack cannot say.
+        OverflowError: a token id that MessagePack cannot say, or half of a surrogate pair in a text.
     """
-    return hmac.digest(token, _encoder.encode((extras, token_ids)), "sha256")
+    try:
+        said = _encoder.encode((extras, token_ids))
+    except UnicodeEncodeError as error:
+        raise OverflowError(f"no UTF-8: {error}") from error
+    return hmac.digest(token, said, "sha256")

@@ -57,7 +57,7 @@ def parse_ticket(params: Mapping[str, Any]) -> Ticket:
         raise TicketError(f"kv_transfer_params hold no {TICKET_KEY}")
     try:
         ticket = msgspec.convert(raw, Ticket, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, UnicodeError, RecursionError) as error:  # JSON may hold half of a surrogate pair
         raise TicketError(f"malformed {TICKET_KEY}: {error}") from error
     if ticket.version != PROTOCOL_VERSION:
         raise TicketError(f"{TICKET_KEY} is of protocol {ticket.version}, this side speaks {PROTOCOL_VERSION}")
@@ -69,4 +69,5 @@ def parse_address(params: Mapping[str, Any]) -> TcpAddress | None:
     host, port = params.get("remote_host"), params.get("remote_port")
     if not isinstance(host, str) or not 0 < len(host) <= 255 or type(port) is not int or not 0 < port < 65536:
         return None
-    return TcpAddress(host, port)
+    # Prefill puts a number there. What is not even printable ASCII has no proof, and half a surrogate pair none to compare.
+    return TcpAddress(host, port) if host.isascii() and host.isprintable() else None

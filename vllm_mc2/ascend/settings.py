@@ -80,7 +80,7 @@ def parse_foreign(extra: Mapping[str, object]) -> tuple[dict[str, object], Ascen
             _check_sizes_of(key, value)
         try:
             msgspec.convert({key: value}, AscendSettings, strict=True)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeError):  # half of a surrogate pair
             raise ConfigError(wrong_value(key, value, _ALLOWED[key])) from None
     return ours, msgspec.convert(theirs, AscendSettings, strict=True)
 
@@ -95,7 +95,7 @@ def _check_sizes_of(side: str, sizes: object) -> None:
             raise ConfigError(wrong_value(f"{side}.{key}", value, f"no such key; known keys: {', '.join(known)}"))
         try:
             msgspec.convert({key: value}, Sizes, strict=True)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeError):  # half of a surrogate pair
             raise ConfigError(wrong_value(f"{side}.{key}", value, _ALLOWED[key])) from None
     partition, pp_size = sizes.get("pp_layer_partition"), sizes.get("pp_size")
     if isinstance(partition, str) and len(partition.split(",")) != (pp_size or 1):
