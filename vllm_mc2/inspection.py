@@ -1,4 +1,4 @@
-"""What an engine tells an onlooker: the reports of ``vllm-mc2 inspect``.
+"""What an engine tells an onlooker: the reports of ``vllm-mc2 inspect``, and the numbers behind the gauges of ``/metrics``.
 
 Plain data that travels in one frame each. A report is a snapshot made on the session thread while the scheduler goes on, so
 two of its numbers may be of moments that lie microseconds apart. Durations are in seconds, never clock readings; sizes are in
@@ -132,6 +132,32 @@ class EngineReport(msgspec.Struct, frozen=True, tag="engine_report", forbid_unkn
     """Leases held here; one serves all requests that came with its ticket."""
     handoffs: Count = 0
     """Requests here that came with a ticket and have not ended."""
+
+
+class EngineCounts(msgspec.Struct, frozen=True, tag="engine_counts", forbid_unknown_fields=True, kw_only=True):
+    """The same engine in a few numbers, for who asks often. What is over does not count, also while it waits for the engine's
+    next step: so all is 0 once nothing is handed over any more, but for decodes and living peers.
+    """
+
+    incarnation: Hex
+    num_blocks: Count
+    """Of the engine's own pool, without the null block."""
+    offered_leases: Count = 0
+    held_leases: Count = 0
+    lent_blocks: Count = 0
+    """Blocks under these leases; one under several counts once."""
+    decodes: Count = 0
+    connecting_peers: Count = 0
+    mapping_peers: Count = 0
+    ready_peers: Count = 0
+    gone_peers: Count = 0
+    """Ready once, and ended since: what is held of them stays valid."""
+    failed_peers: Count = 0
+    dead_peer_bytes: Count = 0
+    """Pools of the gone ones that are still mapped here, each counted once, however many ranks map it."""
+    loans: Count = 0
+    borrowed_blocks: Count = 0
+    handoffs: Count = 0
 
 
 class MappedRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,6 +19,8 @@ connection stays open in silence: its end tells either side that the other is go
                      <-                     TensorWelcome + [index table fd, ledger fd, mail fd]  or   Refusal
     vllm-mc2 inspect -> any of the four     InspectHello
                      <-                     EngineReport (schedulers) or WorkerReport        or   Refusal
+    vLLM's front end -> its own scheduler   CountsHello
+                     <-                     EngineCounts                                     or   Refusal
 
 Between hosts (``network/``) there are no descriptors, and each frame is followed by a tag of 16 bytes once both sides have
 proven that they know the secret::
@@ -48,10 +50,10 @@ from msgspec import Meta
 
 from vllm_mc2.device_messages import Address, DeviceGrant, DeviceHello
 from vllm_mc2.errors import PeerRefusedError, ProtocolError
-from vllm_mc2.inspection import EngineReport, WorkerReport
+from vllm_mc2.inspection import EngineCounts, EngineReport, WorkerReport
 from vllm_mc2.layout import PoolLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_BYTES = 1 << 20
 """Larger than the layout of the deepest models (4096 regions), small enough to buffer for every connection."""
 
@@ -180,6 +182,12 @@ class InspectHello(msgspec.Struct, frozen=True, tag="inspect_hello", forbid_unkn
     protocol: int
 
 
+class CountsHello(msgspec.Struct, frozen=True, tag="counts_hello", forbid_unknown_fields=True):
+    """As :class:`InspectHello`, for a few numbers instead of a report."""
+
+    protocol: int
+
+
 class TcpChallenge(msgspec.Struct, frozen=True, tag="tcp_challenge", forbid_unknown_fields=True):
     """What whoever connects must answer with a proof. Names nothing of the engine that asks."""
 
@@ -287,6 +295,8 @@ Message = (
     | Release
     | InspectHello
     | EngineReport
+    | CountsHello
+    | EngineCounts
     | WorkerReport
     | Refusal
 )

@@ -9,7 +9,7 @@ from tests.unit.reports import LEASE, PEER, engine_report, worker_report
 from vllm_mc2 import protocol
 from vllm_mc2.digest import PromptExtras, prompt_digest
 from vllm_mc2.errors import ProtocolError, TicketError
-from vllm_mc2.inspection import DecodeRow, MappedRow, WindowRow
+from vllm_mc2.inspection import DecodeRow, EngineCounts, MappedRow, WindowRow
 from vllm_mc2.layout import PoolLayout, Region
 from vllm_mc2.protocol import Ticket
 from vllm_mc2.ticket import parse_ticket, ticket_params
@@ -23,6 +23,8 @@ MESSAGES: list[protocol.Message] = [
     protocol.RetirePool("d" * 32, 64),
     protocol.Done(),
     protocol.InspectHello(1),
+    protocol.CountsHello(1),
+    EngineCounts(incarnation="e" * 32, num_blocks=63, held_leases=1),
     engine_report(leases=[LEASE], peers=[PEER], window=WindowRow(64, 640, 576), decodes=[DecodeRow(7, "d")]),
     worker_report(mapped=[MappedRow(128, 64, 1 << 20)]),
     protocol.Refusal("dtype", "a", "b"),

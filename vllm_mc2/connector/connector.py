@@ -80,6 +80,8 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
         self._block_pool: BlockPool | None = None
         self._load_errors: set[int] = set()
         self._inspector: EngineInspector | None = None
+        self._num_rejected = 0
+        """As far as it is in the statistics."""
         if role is KVConnectorRole.WORKER:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._config, self._directory)
         else:
@@ -259,6 +261,7 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
                 tuple(OwnWorker(worker.socket_id or "", worker.control_token) for worker in workers),
                 mode=self._config.mode,
                 attach_off=attach_off,
+                on_mapped=lambda seconds: self._stats.observe("map_seconds", seconds),
             )
             logger.info(
                 "decode %s takes prefills from %s, mode %s", self._engine_id(), self._directory, self._config.mode
@@ -342,10 +345,16 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> MC2Stats | None:
         """Hook: counts since the last call. The worker's instance counts nothing."""
+        num_rejected = sum(half.num_rejected for half in (self._prefill, self._inspector) if half is not None)
+        if num_rejected > self._num_rejected:
+            self._stats.add("connections_rejected", num_rejected - self._num_rejected)
+            self._num_rejected = num_rejected
         if self._stats.is_empty():
             return None
         stats, taken = self._stats, MC2Stats(dict(self._stats.data))
         stats.reset()
+        if self._inspector is not None:
+            taken.name_engine(self._inspector.socket_id)
         return taken
 
     def shutdown(self) -> None:
@@ -370,5 +379,6 @@ class MC2Connector(KVConnectorBase_V1, SupportsHMA):
         """Hook: the Prometheus side of the statistics. The one hook that vLLM's front end calls with the configuration."""
         assert vllm_config.kv_transfer_config is not None
         config = parse_config(parse_foreign(vllm_config.kv_transfer_config.kv_connector_extra_config)[0])
-        sweep_at_exit(config.resolve_socket_dir())
-        return MC2PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        directory = config.resolve_socket_dir()
+        sweep_at_exit(directory)
+        return MC2PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, directory)

@@ -171,15 +171,18 @@ class DecodeHalf:
 
         ``invalid_ids``: blocks that could not be written, from a vLLM that does not name requests.
         """
+        has_ended = request_id in self._ended_pulling
         handoff = self._ended_pulling.pop(request_id, None) or self._handoffs.get(request_id)
         if handoff is None or handoff.state is not HandoffState.PULLING:
             return  # a request that was to fail is reported here too
         handoff.pull_seconds = time.perf_counter() - handoff.pull_started
         if is_failed or not invalid_ids.isdisjoint(handoff.own_ids):
             handoff.own_ids = []
-            self._reject(handoff, "pull_failed", "its blocks could not be copied")
+            self._reject(handoff, "pull_failed", "its blocks could not be copied", is_told=True)
             if self._fails(handoff):
                 self._count(handoff)
+            elif has_ended:
+                self._count_unfinished(handoff)
         else:
             handoff.state = HandoffState.PULLED
             self._count(handoff)
@@ -195,6 +198,7 @@ class DecodeHalf:
         if handoff.state is HandoffState.PULLING:
             self._ended_pulling[request.request_id] = handoff
         else:
+            self._count_unfinished(handoff)
             self._loans.leave(handoff)
         return handoff.report(self._bytes_per_block, fails=self._fails(handoff))
 
@@ -231,7 +235,7 @@ class DecodeHalf:
             self._reject(handoff, "peer_unreachable", str(error))
             return
         if peer.state is PeerState.FAILED:
-            self._reject(handoff, peer.reason, f"prefill {peer.engine_id or peer.incarnation}")
+            self._reject(handoff, peer.reason, f"prefill {peer.engine_id or peer.incarnation}", is_told=True)
         elif peer.is_gone():
             # Its memory is still mapped here and would even be right, but nobody keeps the promise any more.
             self._reject(handoff, "peer_gone", f"prefill {peer.engine_id} ended before its ticket was claimed")
@@ -326,14 +330,16 @@ class DecodeHalf:
         """
         return self._fails_on_error and handoff.reason not in {"skips_prefix_cache", "another_connector"}
 
-    def _reject(self, handoff: Handoff, reason: str, detail: str) -> None:
+    def _reject(self, handoff: Handoff, reason: str, detail: str, *, is_told: bool = False) -> None:
+        """``is_told``: a warning with the cause has been given already."""
         handoff.state = HandoffState.REJECTED
         handoff.reason = reason
         fails = self._fails(handoff)
         outcome = "failed" if fails else "computed here"
         if reason not in self._seen_reasons:
             self._seen_reasons.add(reason)
-            logger.warning(
+            logger.log(
+                logging.INFO if is_told else logging.WARNING,
                 "request %s is %s: %s (%s); further ones are only counted in vllm:mc2_handoffs",
                 handoff.request.request_id, outcome, reason, detail,
             )  # fmt: skip
@@ -348,15 +354,22 @@ class DecodeHalf:
         if handoff.state is HandoffState.PULLED:
             self._stats.add("handoffs", 1, "pull", handoff.reason)
             self._stats.add("kv_bytes_copied", len(handoff.own_ids) * self._bytes_per_block)
-            self._stats.add("handoff_seconds", handoff.handoff_seconds)
-            self._stats.add("pull_seconds", handoff.pull_seconds)
+            self._stats.observe("handoff_seconds", handoff.handoff_seconds)
+            if handoff.pull_started:  # else it had all of them itself
+                self._stats.observe("pull_seconds", handoff.pull_seconds)
         elif handoff.state is HandoffState.ATTACHED:
             self._stats.add("handoffs", 1, "attach", "")
             self._stats.add("blocks_attached", handoff.num_full)
             self._stats.add("kv_bytes_not_copied", handoff.num_full * self._bytes_per_block)
-            self._stats.add("handoff_seconds", handoff.handoff_seconds)
+            self._stats.observe("handoff_seconds", handoff.handoff_seconds)
         else:
             self._stats.add("handoffs", 1, "failed" if self._fails(handoff) else "recompute", handoff.reason)
+
+    def _count_unfinished(self, handoff: Handoff) -> None:
+        """Its request has ended, and it comes to nothing any more; no-op if it has come to something before."""
+        if not handoff.is_counted:
+            handoff.is_counted = True
+            self._stats.add("handoffs", 1, "unfinished", handoff.state.value)
 
     def has_pending_work(self) -> bool:
         """Whether the engine must go on stepping although it has no request: at most until the handshake times out."""

@@ -1,4 +1,5 @@
-"""Answers ``vllm-mc2 inspect``: reports on the engine and its workers, made from what the halves show.
+"""Answers ``vllm-mc2 inspect`` and the front end's gauges: reports on the engine and its workers, made from what the halves
+show.
 
 Everything here runs on a session thread. It only reads, takes no lock that the scheduler waits for longer than for one lease,
 and hands out no descriptor: an engine behaves the same whether it is looked at or not. What the scheduler thread owns is read
@@ -7,6 +8,7 @@ as single attributes and copied lists, so a number may be a moment old.
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,7 @@ from vllm_mc2.inspection import (
     MAX_LEASE_ROWS,
     MAX_PEER_ROWS,
     DecodeRow,
+    EngineCounts,
     EngineReport,
     MappedRow,
     PeerRow,
@@ -29,9 +32,12 @@ from vllm_mc2.inspection import (
     WorkerReport,
 )
 from vllm_mc2.layout import PoolLayout
-from vllm_mc2.protocol import InspectHello, Message, Refusal, new_incarnation
+from vllm_mc2.protocol import PROTOCOL_VERSION, CountsHello, InspectHello, Message, Refusal, new_incarnation
 from vllm_mc2.reporting import fit, lease_rows, refusal
 from vllm_mc2.session import Answer, SessionServer
+
+MAX_SLOTS = 65536
+"""As many leases as there can be."""
 
 
 class EngineInspector:
@@ -71,14 +77,37 @@ class EngineInspector:
             self._incarnation = new_incarnation()
             self._server = SessionServer(directory, self._incarnation, self._on_hello, lambda key: None)
 
+    @property
+    def socket_id(self) -> str:
+        """Where questions are answered."""
+        return self._incarnation
+
+    @property
+    def num_rejected(self) -> int:
+        """Connections that its own listener turned away so far; prefill counts for itself. Any thread."""
+        return self._server.num_rejected if self._server is not None else 0
+
     def _on_hello(self, key: int, hello: Message) -> Answer:
-        if isinstance(hello, InspectHello):
+        if isinstance(hello, InspectHello | CountsHello):
             return self.answer(hello)
         return Answer(Refusal("message", type(hello).__name__, "InspectHello"), keep_open=False)
 
-    def answer(self, hello: InspectHello) -> Answer:
-        """The report, or a refusal of another protocol version. Session thread."""
-        return refusal(hello) or Answer(fit(self.report()), keep_open=False)
+    def answer(self, hello: InspectHello | CountsHello) -> Answer:
+        """The report or the numbers, or a refusal of another protocol version. Session thread."""
+        if isinstance(hello, InspectHello):
+            return refusal(hello) or Answer(fit(self.report()), keep_open=False)
+        if hello.protocol != PROTOCOL_VERSION:
+            return Answer(Refusal("protocol", str(hello.protocol), str(PROTOCOL_VERSION)), keep_open=False)
+        return Answer(self.counts(), keep_open=False)
+
+    def counts(self) -> EngineCounts:
+        """What the engine holds now. Session thread."""
+        counts: dict[str, int] = {}
+        if self._prefill is not None:
+            counts |= _count_leases(self._prefill)
+        if self._decode is not None:
+            counts |= _count_peers(self._decode)
+        return EngineCounts(incarnation=self._incarnation, num_blocks=len(self._block_pool.blocks) - 1, **counts)
 
     def report(self) -> EngineReport:
         """What the engine looks like now. Session thread."""
@@ -118,6 +147,28 @@ def _with_leases(report: EngineReport, prefill: PrefillHalf) -> EngineReport:
         num_decodes=len(decodes),
         decodes=[DecodeRow(pid, engine_id) for pid, engine_id in list(decodes.values())[:MAX_DECODE_ROWS]],
     )
+
+
+def _count_leases(prefill: PrefillHalf) -> dict[str, int]:
+    _, views = prefill.book.view(MAX_SLOTS)
+    ended = [(view.slot, view.generation) for view in views if view.state not in {"offered", "held"}]
+    return {
+        "offered_leases": sum(view.state == "offered" for view in views),
+        "held_leases": sum(view.state == "held" for view in views),
+        "lent_blocks": prefill.num_lent_without(ended) if len(ended) < len(views) else 0,
+        "decodes": len(prefill.decodes()),
+    }
+
+
+def _count_peers(decode: DecodeHalf) -> dict[str, int]:
+    counts = Counter({name: decode.snapshot()[name] for name in ("loans", "borrowed_blocks", "handoffs")})
+    for peer in decode.peers or ():
+        session = peer.session
+        is_gone = peer.state is PeerState.READY and session is not None and session.looks_gone()
+        counts["gone_peers" if is_gone else f"{peer.state.value}_peers"] += 1
+        if is_gone:
+            counts["dead_peer_bytes"] += peer.pool_bytes
+    return dict(counts)
 
 
 def _with_peers(report: EngineReport, decode: DecodeHalf) -> EngineReport:

@@ -3,6 +3,7 @@
 import enum
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -52,6 +53,9 @@ class Peer:
     base: int = -1
     """First block id in the window; -1 when it is not there."""
     num_blocks: int = 0
+    pool_bytes: int = 0
+    """Of all its workers on this host: what stays in memory for as long as it is mapped here. 0 when it is elsewhere."""
+    started: float = field(default_factory=time.monotonic)
     ranks_left: set[int] = field(default_factory=set)
     num_loans: int = 0
 

@@ -70,10 +70,12 @@ class PeerTable:
         *,
         mode: Literal["auto", "attach", "pull"] = "auto",
         attach_off: str | None = None,
+        on_mapped: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """``workers``: where this engine's own workers listen, for orders between steps. ``attach_off``: why this engine attaches
-        nothing, whoever the peer is.
+        nothing, whoever the peer is. ``on_mapped``: told how many seconds it took from a peer's first ticket to its mapped pool.
         """
+        self._on_mapped = on_mapped
         self._mode = mode
         self._attach_off = attach_off
         self._next_key = 0
@@ -165,6 +167,7 @@ class PeerTable:
         peer.engine_id = welcome.engine_id
         try:
             peer.num_blocks = self._check_welcome(welcome)
+            peer.pool_bytes = 0 if peer.address else sum(worker.pool.pool_bytes for worker in welcome.workers)
         except ValueError as error:
             self._fail(peer, "peer_refused", str(error))
             return
@@ -233,8 +236,9 @@ class PeerTable:
                 self._fail(peer, result.reason, f"rank {result.rank}: {result.detail}")
                 continue
             peer.ranks_left.discard(result.rank)
-            if not peer.ranks_left:
+            if not peer.ranks_left and peer.state is PeerState.MAPPING:
                 peer.state = PeerState.READY
+                self._on_mapped(time.monotonic() - peer.started)
                 assert peer.session is not None
                 self._deathwatch.watch(peer.incarnation, peer.session)
                 what = f"mapped at {peer.base}" if peer.way == "attach" else "to be copied from"

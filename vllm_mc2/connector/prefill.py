@@ -6,7 +6,7 @@ at the next scheduler hook, since an idle engine needs no blocks. Scheduler thre
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from vllm_mc2.connector import compat
 from vllm_mc2.connector.metrics import MC2Stats
 from vllm_mc2.connector.remote_prefill import RemotePrefill
 from vllm_mc2.errors import ConfigError
-from vllm_mc2.leases import LeaseBook
+from vllm_mc2.leases import LeaseBook, LeaseId
 from vllm_mc2.network.secret import address_proof
 from vllm_mc2.protocol import (
     PROTOCOL_VERSION,
+    CountsHello,
     InspectHello,
     Message,
     Refusal,
@@ -76,12 +77,13 @@ class PrefillHalf:
         self._stats = stats
         self._lent: Counter[int] = Counter()
         """Block id -> number of leases that cover it; a block that is not lent is not in it."""
+        self._own_ids: dict[LeaseId, list[int]] = {}
         self._ledgers: dict[int, tuple[int, str]] = {}
         """Session key -> ledger id and decode's engine id; of the threads that serve sessions."""
         self._onlookers: dict[int, int] = {}
         """The same of workers on other hosts, which only ask."""
         self._address, self._address_proof = LOCAL_ADDRESS, None
-        self.on_inspect: Callable[[InspectHello], Answer] | None = None
+        self.on_inspect: Callable[[InspectHello | CountsHello], Answer] | None = None
         """Answers an onlooker, on the session thread. Set once, by who can see the whole engine."""
         self.incarnation = new_incarnation()
         max_blocks = len(windows) * -(-max_model_len // block_size)
@@ -111,7 +113,7 @@ class PrefillHalf:
     # --- session thread ---
 
     def _on_hello(self, key: int, hello: Message) -> Answer:
-        if isinstance(hello, InspectHello) and self.on_inspect is not None:
+        if isinstance(hello, InspectHello | CountsHello) and self.on_inspect is not None:
             return self.on_inspect(hello)
         if not isinstance(hello, SchedulerHello):
             return Answer(Refusal("message", type(hello).__name__, "SchedulerHello"), keep_open=False)
@@ -154,6 +156,17 @@ class PrefillHalf:
         """Blocks under leases, each counted once. Any thread."""
         return len(self._lent)
 
+    def num_lent_without(self, ended: Iterable[LeaseId]) -> int:
+        """As :attr:`num_lent_blocks`, but of what is lent only until the next step takes it back. Any thread."""
+        given_back = Counter(block_id for lease_id in ended for block_id in self._own_ids.get(lease_id, ()))
+        num_back = sum(self._lent.get(block_id, 0) == count for block_id, count in given_back.items())
+        return max(0, len(self._lent) - num_back)
+
+    @property
+    def num_rejected(self) -> int:
+        """Connections that the listeners turned away so far. Any thread."""
+        return self._server.num_rejected + (self._network.num_rejected if self._network is not None else 0)
+
     @property
     def address(self) -> TcpAddress | None:
         """Where decodes on other hosts find it, if it lets them."""
@@ -172,6 +185,7 @@ class PrefillHalf:
             # Last block first, as vLLM frees a request's blocks: the end of a prefix is evicted before its start.
             self._block_pool.free_blocks(reversed(lease.payload))
             self._take_back(lease.payload)
+            self._own_ids.pop(lease.lease_id, None)
             self._stats.add("leases_ended", 1, lease.reason)
             if lease.reason == "expired":
                 logger.warning("ticket %08x-%08x was not claimed in time", *lease.lease_id)
@@ -222,6 +236,7 @@ class PrefillHalf:
             self._refuse(request, "no free lease slot; raise num_lease_slots")
             return None
         self._lent.update(own_ids)
+        self._own_ids[ticket.lease_id] = own_ids
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
         if self._address_proof is not None:
@@ -249,6 +264,8 @@ class PrefillHalf:
         # 0 is the null block; what is beyond the pool is borrowed from another engine and not ours to lend.
         if not all(0 < block_id < len(self._block_pool.blocks) for block_id in block_ids):
             return "its blocks are not all our own"
+        if self._server.failure is not None:
+            return f"decodes cannot reach this engine any more, restart it ({self._server.failure})"
         if num_lent > self._max_pinned:
             return f"{len(self._lent)} blocks are lent already, and a request of the longest length must still fit"
         return None

@@ -29,6 +29,11 @@ class RemotePrefill:
         self._server = RemoteServer(self.listening, on_hello, on_close)
         return self._server.address
 
+    @property
+    def num_rejected(self) -> int:
+        """Connections that the listener turned away so far. Any thread."""
+        return self._server.num_rejected if self._server is not None else 0
+
     def grant(self, hello: WorkerHello) -> RemoteGrant | DeviceGrant | Refusal:
         """Where a decode's worker can read the pool that it asks for, if its blocks are made of the same."""
         worker = self._workers.get(hello.rank)
