@@ -1,67 +1,75 @@
-"""``vllm-mc2 doctor``: what there is on this machine, and what would be done with it."""
+"""``vllm-mc2 doctor``: what is true of this machine, what is wrong with it, and what to do. It looks with ``checks``."""
 
-import importlib.metadata
-import os
-import platform
+import argparse
 import sys
-from pathlib import Path
 
-import msgspec
+from vllm_mc2.cli.exits import NEGATIVE, OK, USAGE, epilog
 
-from vllm_mc2.ascend.doctor import ascend_findings
-from vllm_mc2.channel import prepare_socket_dir
-from vllm_mc2.config import MC2Config
-from vllm_mc2.errors import ConfigError
-from vllm_mc2.findings import Finding, render
+_DESCRIPTION = """\
+Says what there is on this machine, which way a KV cache would be handed over and why, what is wrong, and what to do about it.
+It tries what an engine needs on a few MiB of memory, asks the engines in the socket directory, and leaves nothing behind.
+On Ascend it asks CANN and the driver, and shares a few MiB of one NPU to see how that goes.
+"""
 
-WELL, UNWELL = 0, 1
-MIN_KERNEL = (5, 6)
-"""pidfd_open and F_SEAL_FUTURE_WRITE."""
+_EXAMPLES = """\
+examples:
+  vllm-mc2 doctor
+  vllm-mc2 doctor --json | jq -r '.[] | select(.state == "fail") | .advice'
+  vllm-mc2 doctor --json | jq '.[] | select(.name == "memory").values.available_bytes'
+  vllm-mc2 doctor --config "$(vllm-mc2 config --role prefill --set huge_pages=require)"
+                                          would an engine with these settings run here?
+  vllm-mc2 doctor --config @kv.json       the same, out of a file
+  vllm-mc2 doctor --peer 10.0.0.1:14000 --secret-file ~/mc2-secret
+                                          on decode's host: does that prefill let us in?
+
+how to read it:
+  PASS  tried, and it works      WARN  works, but look at it      INFO  a fact, neither good nor bad
+  FAIL  does not work, and "->" says what to do                   SKIP  could not be looked at
+"""
 
 
-def run(socket_dir: str | None, *, as_json: bool) -> int:
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add ``doctor``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what there is on this machine, and what is wrong with it",
+        description=_DESCRIPTION,
+        epilog=epilog(_EXAMPLES, ok="nothing is wrong", negative="something is"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--socket-dir", metavar="DIR", help="the engines' socket_dir, if it is set")
+    parser.add_argument(
+        "--config",
+        metavar="JSON|@FILE",
+        help="what an engine gets as --kv-transfer-config: is it right, and does this machine have what it needs",
+    )
+    parser.add_argument(
+        "--peer", metavar="HOST:PORT", help="a prefill on another host, at its tcp_address: can it be talked to"
+    )
+    parser.add_argument(
+        "--secret-file", metavar="FILE", help="the hosts' secret for --peer (default: --config's, else MC2_TCP_SECRET)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON array")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
     """Print the findings; the exit code."""
-    findings = [_kernel(), *_vllm(), _socket_directory(socket_dir), *ascend_findings()]
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(findings), indent=2).decode())
+    from vllm_mc2.cli.checks.examination import UsageProblemError, examine
+    from vllm_mc2.cli.output import print_json, results_only
+    from vllm_mc2.findings import render
+
+    try:
+        with results_only():
+            findings = examine(args.config, args.socket_dir, args.peer, args.secret_file)
+    except UsageProblemError as error:
+        print(f"vllm-mc2 doctor: {error}", file=sys.stderr)
+        return USAGE
+    num_failed, num_warned = (sum(finding.state == state for finding in findings) for state in ("fail", "warn"))
+    if args.json:
+        print_json(findings)
     else:
         print(render(findings))
-    return UNWELL if any(finding.state == "fail" for finding in findings) else WELL
-
-
-def _kernel() -> Finding:
-    release = platform.release()
-    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
-    text = f"Linux {release}, {platform.machine()}, Python {platform.python_version()}"
-    if sys.platform != "linux" or numbers < MIN_KERNEL:
-        return Finding("kernel", "fail", text, f"Linux {'.'.join(map(str, MIN_KERNEL))} or later is needed")
-    return Finding("kernel", "pass", text)
-
-
-def _vllm() -> list[Finding]:
-    try:
-        version = importlib.metadata.version("vllm")
-        from vllm_mc2.connector.compat import check_contract
-    except (importlib.metadata.PackageNotFoundError, ImportError) as error:
-        return [Finding("vLLM", "info", f"not here: {error}", 'pip install "vllm-mc2[vllm]"')]
-    missing = check_contract()
-    if missing:
-        return [
-            Finding("vLLM", "pass", version),
-            Finding("in place", "info", f"blocks are copied with this vLLM, which lacks {', '.join(missing)}"),
-        ]
-    return [
-        Finding("vLLM", "pass", version),
-        Finding("in place", "pass", "this vLLM has all that attach needs on host memory"),
-    ]
-
-
-def _socket_directory(socket_dir: str | None) -> Finding:
-    try:
-        path = MC2Config(socket_dir=socket_dir and str(Path(socket_dir).expanduser().absolute())).resolve_socket_dir()
-        if not path.exists():
-            return Finding("socket directory", "info", f"{path} does not exist yet; the first engine makes it")
-        prepare_socket_dir(path)  # which is there, so that this only looks
-    except ConfigError as error:
-        return Finding("socket directory", "fail", str(error))
-    return Finding("socket directory", "pass", f"{path}, of uid {os.geteuid()}")
+        failed = f"{num_failed} of {len(findings)} points failed" if num_failed else "nothing failed"
+        print(f"doctor: {failed}{f', {num_warned} to look at' if num_warned else ''}")
+    return NEGATIVE if num_failed else OK

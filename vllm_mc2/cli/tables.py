@@ -76,7 +76,7 @@ def _worker(worker: WorkerReport) -> str:
     text = f"worker {worker.rank:<2} pid {worker.pid}, pool {_bytes(worker.pool_bytes)}, "
     text += f"{_bytes(worker.bytes_per_block)} a block, {worker.pages}"
     if worker.mapped:
-        text += f"; maps {_count(len(worker.mapped), 'pool')}, {_bytes(sum(each.num_bytes for each in worker.mapped))}"
+        text += f"; maps {count(len(worker.mapped), 'pool')}, {_bytes(sum(each.num_bytes for each in worker.mapped))}"
     return text
 
 
@@ -109,8 +109,8 @@ def _peers(engine: EngineReport) -> list[str]:
         window = engine.window
         lines.append(f"  window    {window.num_blocks} blocks from {window.base}: {window.free_blocks} free")
     lines.append(
-        f"  borrowed  {_count(engine.borrowed_blocks, 'block')} under {_count(engine.loans, 'loan')}, "
-        f"{_count(engine.handoffs, 'request')} with a ticket"
+        f"  borrowed  {count(engine.borrowed_blocks, 'block')} under {count(engine.loans, 'loan')}, "
+        f"{count(engine.handoffs, 'request')} with a ticket"
     )
     lines.append(f"  peers     {engine.num_peers}")
     if engine.peers:
@@ -163,7 +163,8 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s"
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
+    """``1 pool``, ``2 pools``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

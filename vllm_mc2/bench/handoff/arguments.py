@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from vllm_mc2.bench.handoff.cases import GIB, MIN_BYTES, SINGLES, WAYS, human_bytes
+from vllm_mc2.bench.json_option import json_file
 
 _HELP = """\
 Measures how long it takes until a decode process can use the KV cache of a prefill process on the same host: with vllm-mc2,
@@ -27,13 +28,15 @@ examples:
                                                      everything, in six to ten minutes
   vllm-mc2 bench handoff --ways mc2,memcpy           only what is needed for the ratio
   vllm-mc2 bench handoff --max-bytes 512MiB          on a small host
+  vllm-mc2 bench handoff --quick --no-charts --json - | jq '.results[] | {way, kv_bytes, median_us}'
+                                                     figures to standard output, the tables to standard error
 
 how to read it:
   times are medians until the receiver can use all requests of a line; "300x" is that many times ours
   a "Goal" that is NOT met is a finding, not a failure: close other programs, and run it again
   memory: three times the largest case, four with nixl or mooncake; what does not fit is left out, and said
 
-exit codes: 0 measured (whatever the result), 1 a process of the benchmark died, 2 wrong usage
+exit codes: 0 measured (whatever the result), 1 a process of the benchmark died, 2 wrong usage, 130 interrupted
 """
 
 _UNITS = {"": 1, "b": 1, "k": 10, "kib": 10, "m": 20, "mib": 20, "g": 30, "gib": 30}
@@ -49,7 +52,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats: done in a minute")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write every figure there as one JSON object")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="write every figure there as one JSON object; - for standard output"
+    )
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
@@ -105,14 +110,15 @@ def _num_repeats(text: str) -> int:
 def _run(args: argparse.Namespace) -> int:
     from vllm_mc2.bench.handoff.run import Options, run
 
-    return run(
-        Options(
-            ways=args.ways,
-            quick=args.quick,
-            max_bytes=args.max_bytes,
-            repeats=args.repeats,
-            json_path=args.json,
-            output_dir=args.output_dir,
-            charts=not args.no_charts,
+    with json_file(args.json) as json_path:
+        return run(
+            Options(
+                ways=args.ways,
+                quick=args.quick,
+                max_bytes=args.max_bytes,
+                repeats=args.repeats,
+                json_path=json_path,
+                output_dir=args.output_dir,
+                charts=not args.no_charts,
+            )
         )
-    )

@@ -8,6 +8,7 @@ import sys
 from argparse import _SubParsersAction
 from pathlib import Path
 
+from vllm_mc2.bench.json_option import json_file
 from vllm_mc2.bench.serve.settings import SYSTEMS, Settings
 
 _DESCRIPTION = """\
@@ -23,6 +24,7 @@ examples:
   vllm-mc2 bench serve --fat --output-dir build/bench     the random model with 64 KiB of KV per token, and charts
   vllm-mc2 bench serve --model DIR --lengths 256,1024 --json result.json
   vllm-mc2 bench serve --fat --systems single,none,mc2    without peers
+  vllm-mc2 bench serve --fat --quick --json - | jq .ttft  figures to standard output, the report to standard error
   PYTHONPATH=/opt/peers vllm-mc2 bench serve --fat        peers (NIXL, Mooncake) that are installed elsewhere
 
 systems:
@@ -97,7 +99,9 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=_gib,
         help="KV cache of each server in GiB (default: what the lengths and the concurrency need)",
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write everything to FILE")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write everything to FILE; - for standard output"
+    )
     parser.add_argument(
         "--output-dir", metavar="DIR", type=Path, help="write charts to DIR, and keep logs and the random model there"
     )
@@ -135,7 +139,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f'vllm-mc2 bench serve: {error}; pip install "vllm-mc2[bench,vllm]"', file=sys.stderr)
         return 1
-    return run(settings, json_path=args.json, output_dir=args.output_dir)
+    with json_file(args.json) as json_path:
+        return run(settings, json_path=json_path, output_dir=args.output_dir)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
