@@ -19,25 +19,27 @@ Layout map (dependencies point down, see ``docs/how-it-works.md``)::
 Importing this package imports neither vllm nor torch nor the native module.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
     from vllm_mc2.tensors import KVCacheManager as KVCacheManager
     from vllm_mc2.tensors import KVCacheMapper as KVCacheMapper
     from vllm_mc2.tensors import MC2Communicator as MC2Communicator
-
-try:
-    __version__ = version("vllm-mc2")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
 
 __all__ = ["KVCacheManager", "KVCacheMapper", "MC2Communicator", "__version__"]
 _TENSOR_API = frozenset(__all__) - {"__version__"}
 
 
 def __getattr__(name: str) -> object:
-    """The tensor API, imported when it is asked for: it needs torch."""
+    """The tensor API, imported when it is asked for: it needs torch. And the version, which `pyproject.toml` alone has."""
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("vllm-mc2")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "0+unknown"
     if name in _TENSOR_API:
         from vllm_mc2 import tensors
 

@@ -13,7 +13,9 @@ libstdc++ alone, as the exceptions of `nanobind-backend` and of this module must
   machine's `libstdc++.so.6` has, up to those of GCC 8;
 - what newer headers call beyond that is in `libstdcxx_compat.cpp`.
 
-Each wheel is then checked: its own reading of the module (`problems`), `auditwheel` and `abi3audit`.
+Each wheel is then checked: its own reading of the module (`problems`), `auditwheel`, `abi3audit`, and
+`check-wheel-contents` against the source that it was built from; `twine` reads what the index would show of each file.
+The same source gives the same bytes: files in the archives bear one time, `SOURCE_DATE_EPOCH` or that of `EPOCH`.
 Standard library only; needs `g++`, `readelf` and the package registry.
 """
 
@@ -37,7 +39,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COMPAT = Path(__file__).resolve().with_name("libstdcxx_compat.cpp")
 
-TOOLS = ("ziglang==0.17.1", "cmake>=3.25,<5", "ninja", "wheel", "auditwheel>=6.4,<7", "abi3audit>=0.0.21")
+TOOLS = (
+    "ziglang==0.17.1", "cmake>=3.25,<5", "ninja", "wheel",
+    "auditwheel>=6.4,<7", "abi3audit>=0.0.21", "check-wheel-contents>=0.6.3,<0.7", "twine>=7,<8",
+)  # fmt: skip
+EPOCH = "1667997441"  # what scikit-build-core takes by itself; `wheel tags` would take the time of the day
 GLIBC = "2.28"
 # readelf's word for each machine that vLLM and CANN run on.
 MACHINES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
@@ -73,7 +79,7 @@ def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | Non
     done = subprocess.run(
         arguments,
         cwd=cwd,
-        env={**os.environ, "LC_ALL": "C", **(env or {})},
+        env={"SOURCE_DATE_EPOCH": EPOCH, **os.environ, "LC_ALL": "C", **(env or {})},
         capture_output=True,
         text=True,
         check=False,
@@ -249,8 +255,8 @@ def build_sdist(tools: Path, output: Path) -> Path:
     return call_backend("build_sdist", ROOT, output, tools, {}, {})
 
 
-def build_wheel(machine: str, sdist: Path, tools: Path, work: Path, output: Path) -> Path:
-    """The wheel for `machine`, built from the source distribution and tagged; not yet checked."""
+def build_wheel(machine: str, sdist: Path, tools: Path, work: Path, output: Path) -> tuple[Path, Path]:
+    """The wheel for `machine`, built from the source distribution and tagged, and that source; not yet checked."""
     folder = work / machine
     toolchain = Toolchain(machine, tools, folder).make()
     unpacked, built = folder / "source", folder / "build"
@@ -270,7 +276,7 @@ def build_wheel(machine: str, sdist: Path, tools: Path, work: Path, output: Path
     name = run(
         sys.executable, "-m", "wheel", "tags", "--platform-tag", tag, plain, env={"PYTHONPATH": str(tools)}
     ).strip()
-    return Path(shutil.move(built / name, output / name))
+    return Path(shutil.move(built / name, output / name)), source
 
 
 def problems(wheel: Path) -> list[str]:
@@ -306,8 +312,10 @@ def problems(wheel: Path) -> list[str]:
     return found
 
 
-def check(wheel: Path, tools: Path) -> None:
-    """Raise `WheelError` unless this script, `auditwheel` and `abi3audit` find nothing wrong with `wheel`."""
+def check(wheel: Path, source: Path, tools: Path) -> None:
+    """Raise `WheelError` unless this script, `auditwheel`, `abi3audit`, `check-wheel-contents` and `twine` find nothing
+    wrong with `wheel`, which was built from the tree `source`.
+    """  # fmt: skip
     found = problems(wheel)
     if found:
         raise WheelError("\n".join([f"{wheel.name}:", *found]))
@@ -318,12 +326,32 @@ def check(wheel: Path, tools: Path) -> None:
     if oldest is None or int(oldest[1]) > int(GLIBC.partition(".")[2]) or not wheel.stem.endswith(f"_{oldest[2]}"):
         raise WheelError(f"auditwheel: {shown}")
     run(sys.executable, "-m", "abi3audit", "--strict", wheel, env=env)
+    check_contents(wheel, source / MODULE.partition("/")[0], tools)
+    check_description(wheel, tools)
+
+
+def check_contents(wheel: Path, package: Path, tools: Path) -> None:
+    """Raise `WheelError` unless `wheel` has the files of `package` and the module, once each, and no others."""
+    with tempfile.TemporaryDirectory() as scratch:
+        expected = Path(scratch) / package.name
+        shutil.copytree(package, expected)
+        # With the one file that is built, no check of the tool has to be off.
+        (Path(scratch) / MODULE).touch()
+        run(
+            sys.executable, "-m", "check_wheel_contents", "--no-config", "--toplevel", package.name, "--package", expected,
+            wheel, env={"PYTHONPATH": str(tools)},
+        )  # fmt: skip
+
+
+def check_description(file: Path, tools: Path) -> None:
+    """Raise `WheelError` unless an index would take the metadata of `file` and could show the README."""
+    run(sys.executable, "-m", "twine", "check", "--strict", file, env={"PYTHONPATH": str(tools)})
 
 
 def make(machine: str, sdist: Path, work: Path, output: Path) -> Path:
     """The wheel for `machine`, built and checked."""
-    wheel = build_wheel(machine, sdist, work / "tools", work, output)
-    check(wheel, work / "tools")
+    wheel, source = build_wheel(machine, sdist, work / "tools", work, output)
+    check(wheel, source, work / "tools")
     return wheel
 
 
@@ -341,6 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         install_tools(work / "tools")
         sdist = build_sdist(work / "tools", output)
+        check_description(sdist, work / "tools")
         print(sdist)
         with ThreadPoolExecutor() as pool:  # most of a build is one process that waits for the next
             for wheel in pool.map(lambda machine: make(machine, sdist, work, output), options.machine or MACHINES):

@@ -1,14 +1,12 @@
 """``pip install .`` on a machine without vLLM and torch: one abi3 wheel that works by itself."""
 
 import subprocess
-import sys
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(600)
 
 USE = """
@@ -28,19 +26,9 @@ print(vllm_mc2.__version__)
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    # Isolated: build requirements come from pyproject.toml alone, not from this environment.
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
-    subprocess.run([*command, f"-Cbuild-dir={folder / 'build'}"], check=True, timeout=500)
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-def test_one_wheel_for_all_pythons_from_3_11_with_types_and_entry_point(wheel: Path) -> None:
-    assert "-cp311-abi3-linux_" in wheel.name
-    names = zipfile.ZipFile(wheel).namelist()
+def test_one_wheel_for_all_pythons_from_3_11_with_types_and_entry_point(tree_wheel: Path) -> None:
+    assert "-cp311-abi3-linux_" in tree_wheel.name
+    names = zipfile.ZipFile(tree_wheel).namelist()
     for name in (
         "vllm_mc2/_native.abi3.so",
         "vllm_mc2/_native.pyi",
@@ -49,19 +37,19 @@ def test_one_wheel_for_all_pythons_from_3_11_with_types_and_entry_point(wheel: P
     ):
         assert name in names
     assert not [name for name in names if name.startswith(("tests/", "examples/", "csrc/"))]
-    metadata = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
+    metadata = zipfile.ZipFile(tree_wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert [line.split()[1].split(">")[0].split("<")[0] for line in required] == ["msgspec", "nanobind-backend"]
 
 
-def test_it_installs_and_works_without_vllm_and_torch(wheel: Path, tmp_path: Path) -> None:
+def test_it_installs_and_works_without_vllm_and_torch(tree_wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "v", with_pip=True)
     python = str(tmp_path / "v" / "bin" / "python")
     subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheel)], check=True, timeout=300
+        [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(tree_wheel)], check=True, timeout=300
     )
     result = subprocess.run([python, "-c", USE], check=True, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert result.stdout.strip() == wheel.name.split("-")[1]
+    assert result.stdout.strip() == tree_wheel.name.split("-")[1]
     command = [str(tmp_path / "v" / "bin" / "vllm-mc2"), "inspect", "--socket-dir", str(tmp_path / "none")]
     inspected = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert inspected.returncode == 1 and "does not exist" in inspected.stderr

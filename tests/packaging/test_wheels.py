@@ -4,7 +4,6 @@ The module for AArch64 is run too where Debian's packages of an emulator and of 
 is installed: all is unpacked under ``build/``.
 """
 
-import importlib.util
 import os
 import platform
 import re
@@ -20,11 +19,9 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "setup" / "wheels.py"
-WORK = ROOT / "build" / "wheels"
+from tests.packaging.conftest import ROOT, TAG, WORK
+
 MODULE = "vllm_mc2/_native.abi3.so"
-TAG = "cp311-abi3-manylinux_2_28_"
 pytestmark = pytest.mark.timeout(600)
 
 # Of Debian 12: what Python and the module need on AArch64.
@@ -32,28 +29,6 @@ FOREIGN = (
     "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libstdc++6", "libgcc-s1", "zlib1g",
     "libexpat1", "libffi8",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mc2_wheels", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Wheel by machine. Tools and zig's cache are kept in `build`; what is built is not."""
-    output = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, str(SCRIPT), "--output", str(output), "--work", str(WORK)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
-    assert done.returncode == 0, done.stderr
-    sdist, *paths = map(Path, done.stdout.split())
-    assert sdist.name.endswith(".tar.gz") and sorted(output.iterdir()) == sorted([sdist, *paths])
-    return {path.stem.partition(TAG)[2]: path for path in paths}
 
 
 def altered(wheel: Path, path: Path, change: Callable[[bytes], bytes]) -> Path:
@@ -118,8 +93,10 @@ def test_checks_find_a_wrong_tag(script: ModuleType, wheels: dict[str, Path], tm
     assert script.problems(older) != []
 
 
-def test_the_second_opinions_are_asked(script: ModuleType, wheels: dict[str, Path], tmp_path: Path) -> None:
-    """`check` is `problems`, then auditwheel, then abi3audit: each must be able to refuse what the ones before let pass."""
+def test_the_second_opinions_are_asked(
+    script: ModuleType, wheels: dict[str, Path], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """`check` is `problems`, then other tools: each must be able to refuse what the ones before let pass."""
     wheel = wheels["aarch64"]
     # In the stable ABI since Python 3.13 only.
     private = altered(
@@ -128,7 +105,21 @@ def test_the_second_opinions_are_asked(script: ModuleType, wheels: dict[str, Pat
     )  # fmt: skip
     assert script.problems(private) == []
     with pytest.raises(script.WheelError, match="abi3audit"):
-        script.check(private, WORK / "tools")
+        script.check(private, sources["aarch64"], WORK / "tools")
+
+
+def test_auditwheel_would_find_a_newer_system_by_itself(
+    script: ModuleType,
+    wheels: dict[str, Path],
+    sources: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wheel = wheels["x86_64"]
+    newer = altered(wheel, tmp_path / wheel.name, lambda module: module.replace(b"GLIBC_2.25", b"GLIBC_2.39"))
+    monkeypatch.setattr(script, "problems", lambda wheel: [])
+    with pytest.raises(script.WheelError, match=r"auditwheel: .*manylinux_2_39"):
+        script.check(newer, sources["x86_64"], WORK / "tools")
 
 
 def test_a_symbol_that_is_too_new_stops_the_build(script: ModuleType, tmp_path: Path, wheels: dict[str, Path]) -> None:
