@@ -4,15 +4,17 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 CXX_FILES := $(shell find csrc tests/ascend examples/setup -name '*.h' -o -name '*.cpp')
-CHECKS := fmt lint types native unit connector ascend bench-code chaos-short e2e
+CHECKS := fmt lint types docs native unit fuzz-short isolation connector ascend bench-code chaos-short e2e
 ROUNDS ?= 1000
 # make demo: MODE=pull copies the blocks, TP=2 has two workers on either side, HOSTS=2 two network namespaces (as root).
 MODE ?= auto
 TP ?= 1
 HOSTS ?= 1
 SEED ?=
+# make fuzz: inputs for every decoder.
+RUNS ?= 1000000
 
-.PHONY: setup demo test chaos chaos-mutants bench-native bench-handoff bench-serve clean $(CHECKS)
+.PHONY: setup demo test test-wheel fuzz fuzz-mutants chaos chaos-mutants bench-native bench-handoff bench-serve clean $(CHECKS)
 
 # Takes no time when nothing it depends on has changed.
 setup:
@@ -51,7 +53,30 @@ native:
 	$(PYTEST) tests/native
 
 unit:
-	$(PYTEST) tests/unit tests/ipc tests/network tests/tensors tests/proxy tests/packaging
+	$(PYTEST) tests/unit tests/cli tests/docs tests/ipc tests/network tests/tensors tests/proxy tests/packaging tests/deploy
+
+# Every decoder for a few seconds, and what was found before. In C++ with libFuzzer out of atheris' wheel.
+fuzz-short: export PATH := $(CURDIR)/$(BIN):$(PATH)
+fuzz-short:
+	$(PYTEST) tests/fuzz
+
+# One target alone: .venv/bin/python -m tests.fuzz --target NAME; what fails is kept in build/fuzz.
+fuzz: export PATH := $(CURDIR)/$(BIN):$(PATH)
+fuzz: setup
+	@$(BIN)/python -m tests.fuzz --runs $(RUNS) $(if $(SEED),--seed $(SEED))
+
+# Proof that the fuzzers find bugs: copies of the package with one each.
+fuzz-mutants: export PATH := $(CURDIR)/$(BIN):$(PATH)
+fuzz-mutants: setup
+	@$(BIN)/python -m tests.fuzz.mutants --native
+
+# Engines with namespaces of their own, as containers have them. Other users and namespaces take root; skipped without.
+isolation:
+	$(PYTEST) tests/isolation
+
+# The site, in build/site. Not with --quiet: that hides the warnings from --strict.
+docs:
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The benchmarks' own code; what they measure is nobody's test.
 bench-code:
@@ -80,6 +105,11 @@ chaos-mutants: setup
 
 e2e:
 	$(PYTEST) tests/e2e
+
+# The same tests against the wheel, where the package's source cannot be imported.
+test-wheel: setup
+	@$(BIN)/python examples/setup/wheels.py
+	@$(BIN)/python -m tests.packaging.installed
 
 # The environment stays: rm -r .venv to be rid of it too.
 clean:
