@@ -2,6 +2,7 @@
 
 Layout map (dependencies point down, see ``docs/how-it-works.md``)::
 
+    cli/        the command; checks/ is what doctor looks at
     plugin      registers the connector with vLLM; lazy, idempotent, never raises
     bench/      the benchmarks behind ``vllm-mc2 bench``
     connector/  the only importer of vllm: facade, scheduler halves, worker half, compat
@@ -11,7 +12,8 @@ Layout map (dependencies point down, see ``docs/how-it-works.md``)::
     channel     Unix sockets, frames, descriptors
     leases      index table and ledgers (native) as Python objects
     memory      pools and address ranges (native) as Python objects
-    protocol    messages and tickets; digest: what a ticket fits
+    ticket      the way of a ticket through HTTP; digest: what a ticket fits
+    protocol    messages
     layout      where layers and blocks lie in a pool and in an address range
     config      ``kv_connector_extra_config`` as one frozen struct
     errors      every exception of this package

@@ -200,7 +200,8 @@ class ReaderSession {
         require(refused || has(slot, generation, true), "the table of a lease that is not held");
         require(std::ranges::all_of(ids,
                                     [&](std::int64_t id) {
-                                        return id >= base && id < std::int64_t{base} + num_blocks;
+                                        const auto first = std::int64_t{base};
+                                        return id >= first && id < first + num_blocks;
                                     }),
                 "a block that the pool does not have");
     }
