@@ -16,8 +16,8 @@ constexpr std::size_t kNumInputs = 4'000;
 constexpr std::size_t kMaxInputBytes = 200;
 
 void run_random(mc2::fuzz::TargetFunction target, std::uint32_t seed) {
-    std::mt19937 random(
-        seed);  // NOLINT(cert-msc32-c,cert-msc51-cpp,bugprone-random-generator-seed): the same inputs each time
+    // The same inputs each time.
+    std::mt19937 random(seed);  // NOLINT(bugprone-random-generator-seed)
     std::vector<std::uint8_t> bytes;
     for (std::size_t i = 0; i < kNumInputs; ++i) {
         bytes.resize(random() % kMaxInputBytes);
@@ -50,8 +50,7 @@ MC2_TEST(an_index_table_that_changes_while_it_is_read) {
     const auto words = mc2::lease::TestAccess::index(table);
     std::atomic<bool> is_over{false};
     std::thread prefill([&] {
-        std::mt19937 random(
-            3);  // NOLINT(cert-msc32-c,cert-msc51-cpp,bugprone-random-generator-seed)
+        std::mt19937 random(3);  // NOLINT(bugprone-random-generator-seed)
         while (!is_over.load()) {
             const std::size_t slot = below(random, kNumSlots);
             words.state(slot).store(mc2::lease::pack_state(
@@ -63,7 +62,7 @@ MC2_TEST(an_index_table_that_changes_while_it_is_read) {
     });
     mc2::lease::Claimant decode(words, mc2::lease::TestAccess::writable_ledger(table, ledger.id),
                                 kNumSlots, kMaxBlocks);
-    std::mt19937 random(4);  // NOLINT(cert-msc32-c,cert-msc51-cpp,bugprone-random-generator-seed)
+    std::mt19937 random(4);  // NOLINT(bugprone-random-generator-seed)
     std::size_t num_tables = 0;
     std::size_t num_refused = 0;
     // Until both ends have been seen often enough: on few processors prefill must get its turns in between.
