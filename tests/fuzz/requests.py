@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.fuzz.mutate import JSON
 from tests.fuzz.target import Target, refused
-from vllm_mc2.ascend.settings import check_sizes, parse_foreign
+from vllm_mc2.ascend.settings import AscendSettings, check_sizes, parse_foreign
 from vllm_mc2.config import SECRET_VARIABLE, MC2Config, parse_config
 from vllm_mc2.digest import PromptExtras, prompt_digest
 from vllm_mc2.errors import ConfigError, TicketError
@@ -83,6 +83,12 @@ def _require_secrecy(extra: dict[str, Any], message: str) -> None:
         assert secret not in message, "the secret is shown"
 
 
+def _refused_setting(error: ConfigError, extra: dict[str, Any], known: frozenset[str]) -> str:
+    """The kind of the refusal: of which key, as far as there is such a key, and what was in its place."""
+    key = str(error).partition("extra_config.")[2].partition(" ")[0].partition(".")[0]
+    return f"{refused(error)} {key} {type(extra.get(key)).__name__}" if key in known else refused(error)
+
+
 def run_config(data: bytes) -> str:
     """``kv_connector_extra_config``. It comes from whoever starts the server; mistakes must be told as such."""
     extra = _object(data)
@@ -101,8 +107,8 @@ def run_config(data: bytes) -> str:
     try:
         config = parse_config(extra)
     except ConfigError as error:
-        _require_secrecy(extra, str(error))
-        return refused(error)
+        _require_secrecy(dict(extra), str(error))
+        return _refused_setting(error, extra, frozenset(MC2Config.__struct_fields__))
     assert isinstance(config, MC2Config) and config.resolve_socket_dir().is_absolute()
     assert config.tcp_timeout_seconds > 0 and 0 <= config.tcp_port < 65536
     return f"config of {min(4, len(extra))}, {config.resolve_tcp_secret() is None}"
@@ -132,7 +138,7 @@ def run_foreign(data: bytes) -> str:
         check_sizes(theirs, "kv_producer", 2, 1, 1)
         check_sizes(theirs, "kv_both", 2, 1, 1)
     except ConfigError as error:
-        return refused(error)
+        return _refused_setting(error, extra, frozenset(AscendSettings.__struct_fields__))
     assert not set(ours) & {"prefill", "decode", "engine_id"} and set(ours) <= set(extra)
     for side in (theirs.prefill, theirs.decode):
         assert side is None or side.tp_size in {None, 2}

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 from tests.fuzz.mutate import Format
 
-_OF_THE_INPUT = re.compile(r"Invalid value .* - at| = .*: expected|field `[^`]*`|'.*'|\"[^\"]*\"|\d+", re.DOTALL)
+# Greedy where a text of the input's may end in anything, the very character that closes it included.
+_OF_THE_INPUT = re.compile(
+    r"unknown field `.*|extra_config\..* = .*: expected|Invalid value .* - at|field `[^`]*`|'.*'|\"[^\"]*\"|\d+",
+    re.DOTALL,
+)
 
 
 class Target(NamedTuple):
@@ -28,7 +32,7 @@ class Target(NamedTuple):
 
 def refused(error: Exception) -> str:
     """The kind of a refusal, without what differs from input to input."""
-    return f"{type(error).__name__} {_OF_THE_INPUT.sub('#', str(error)[:600])[-120:]}"
+    return f"{type(error).__name__} {_OF_THE_INPUT.sub('#', str(error))[-120:]}"
 
 
 class Watch:
