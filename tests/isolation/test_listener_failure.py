@@ -2,16 +2,29 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.chaos.oracle import expected_tokens, prompt_of
-from tests.isolation.conftest import StartEngine
+from tests.isolation.conftest import Cell, StartEngine
 
 pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
 PROMPT, OTHER = prompt_of(1, 70), prompt_of(2, 70)
 LONG = 400
+
+
+def break_listener(prefill: Cell, shared: Path, params: dict[str, Any]) -> None:
+    """The next frame ends prefill's session thread by a bug."""
+    prefill.ask("break_sessions")
+    path = shared / f"{params['mc2_ticket']['incarnation'][:16]}.sock"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(50)
+        sock.connect(str(path))
+        sock.sendall(b"\1\0\0\0x")
+        assert sock.recv(1) == b""
+    prefill.wait_until(lambda: not path.exists())
 
 
 def test_what_is_held_stays_held(start: StartEngine, shared: Path) -> None:
@@ -22,14 +35,7 @@ def test_what_is_held_stays_held(start: StartEngine, shared: Path) -> None:
     params = prefill.prefill("r", PROMPT)
     decode.add("r", PROMPT, params, LONG)
     decode.wait_until(lambda: decode.ask("report")["snapshot"]["borrowed_blocks"])
-    prefill.ask("break_sessions")
-    path = shared / f"{params['mc2_ticket']['incarnation'][:16]}.sock"
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(50)
-        sock.connect(str(path))
-        sock.sendall(b"\1\0\0\0x")
-        assert sock.recv(1) == b""
-    prefill.wait_until(lambda: not path.exists())
+    break_listener(prefill, shared, params)
     text = prefill.log.read_text()
     assert text.count("restart this engine") == 1 and "ZeroDivisionError: a bug of ours" in text
     # Whatever prefill takes for free, it overwrites.
@@ -47,13 +53,6 @@ def test_what_is_held_stays_held(start: StartEngine, shared: Path) -> None:
 def test_no_tickets_are_given_out_for_which_nobody_could_come(start: StartEngine, shared: Path) -> None:
     prefill = start("kv_producer", container=False)
     params = prefill.prefill("before", PROMPT)
-    prefill.ask("break_sessions")
-    path = shared / f"{params['mc2_ticket']['incarnation'][:16]}.sock"
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(50)
-        sock.connect(str(path))
-        sock.sendall(b"\1\0\0\0x")
-        assert sock.recv(1) == b""
-    prefill.wait_until(lambda: not path.exists())
+    break_listener(prefill, shared, params)
     assert prefill.run("after", OTHER, {"do_remote_decode": True}, 1)["params"] is None
     assert "gets no ticket: decodes cannot reach this engine any more" in prefill.log.read_text()
