@@ -84,7 +84,7 @@ def _accepted(path: Path) -> str:
     answers: dict[str, int] = json.loads(path.read_text())["answers"]
     refused = sum(count for answer, count in answers.items() if _REFUSED.match(answer))
     total = sum(answers.values())
-    return f"{100 * (total - refused) / total:.0f}%" if total else ""
+    return f"{100 * (total - refused) / total:.2f}%" if total else ""
 
 
 def python_command(name: str, folder: Path) -> list[str]:
