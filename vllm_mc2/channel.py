@@ -290,6 +290,22 @@ class Channel(FrameSocket):
         return cls(sock)
 
 
+def ask(path: Path, question: Message, timeout_seconds: float) -> Message:
+    """Whoever listens there answers one question that keeps nothing open. Blocks up to the timeout.
+
+    Raises:
+        PeerUnreachableError: nobody listens there, or no answer in time.
+        ProtocolError: another user, or an answer that the protocol does not allow.
+        OSError: it did not take the question.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    with Channel.connect(path, timeout_seconds) as channel:
+        channel.send(question)
+        message, fds = channel.receive(deadline - time.monotonic())
+    close_all(fds)
+    return message
+
+
 def first_frame(buffer: bytearray, max_bytes: int) -> bytes | None:
     """The payload of the first frame in ``buffer``, which may go on behind it; None while it is incomplete.
 

@@ -123,6 +123,10 @@ class LeaseBook(Generic[P]):
             for slot, generation, reason in self._table.sweep()
         ]
 
+    def payload(self, lease_id: LeaseId) -> P | None:
+        """What must be undone when this lease ends; None once a sweep has had it. Any thread."""
+        return self._payloads.get(lease_id)
+
     def abandon(self) -> list[P]:
         """The payloads of all leases, for those who know that nobody can claim or read any more; forgets them."""
         payloads = list(self._payloads.values())

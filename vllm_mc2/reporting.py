@@ -7,7 +7,7 @@ import msgspec
 from vllm_mc2 import protocol
 from vllm_mc2.inspection import MAX_HOLDER_ROWS, EngineReport, HolderRow, LeaseRow
 from vllm_mc2.leases import LeaseView
-from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, InspectHello, Refusal
+from vllm_mc2.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, CountsHello, InspectHello, Refusal
 from vllm_mc2.session import Answer
 
 ROWS_AT_A_TIME = 100
@@ -55,7 +55,7 @@ def fit(report: EngineReport) -> EngineReport:
     return report
 
 
-def refusal(hello: InspectHello) -> Answer | None:
+def refusal(hello: InspectHello | CountsHello) -> Answer | None:
     """The answer to an onlooker of another protocol version, or None."""
     if hello.protocol == PROTOCOL_VERSION:
         return None

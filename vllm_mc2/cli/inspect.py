@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vllm_mc2.channel import Channel, close_all
+from vllm_mc2 import channel
 from vllm_mc2.cli.exits import NEGATIVE, OK, UNUSABLE, epilog
 from vllm_mc2.cli.output import print_json, shown
 from vllm_mc2.cli.tables import Findings, Unanswered, render
@@ -214,11 +214,7 @@ def ask(path: Path, timeout_seconds: float) -> EngineReport | WorkerReport:
         ProtocolError: it refused, or answered what the protocol does not allow.
         OSError: it did not take the question.
     """
-    deadline = time.monotonic() + timeout_seconds
-    with Channel.connect(path, timeout_seconds) as channel:
-        channel.send(InspectHello(PROTOCOL_VERSION))
-        message, fds = channel.receive(deadline - time.monotonic())
-    close_all(fds)
+    message = channel.ask(path, InspectHello(PROTOCOL_VERSION), timeout_seconds)
     if isinstance(message, Refusal):
         raise ProtocolError(f"refused: {message.field} is {message.theirs} there, {message.yours} here")
     if not isinstance(message, EngineReport | WorkerReport):

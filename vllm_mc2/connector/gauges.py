@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Gauge
 
-from vllm_mc2.channel import Channel, close_all, socket_path
+from vllm_mc2 import channel
+from vllm_mc2.channel import socket_path
 from vllm_mc2.errors import MC2Error, PeerUnreachableError
 from vllm_mc2.inspection import EngineCounts
 from vllm_mc2.protocol import PROTOCOL_VERSION, CountsHello, expect
@@ -89,12 +90,7 @@ def ask(path: Path, timeout_seconds: float) -> EngineCounts:
         PeerRefusedError, ProtocolError: it is of another version, or answered what the protocol does not allow.
         OSError: it did not take the question.
     """
-    deadline = time.monotonic() + timeout_seconds
-    with Channel.connect(path, timeout_seconds) as channel:
-        channel.send(CountsHello(PROTOCOL_VERSION))
-        message, fds = channel.receive(deadline - time.monotonic())
-    close_all(fds)
-    return expect(message, EngineCounts)
+    return expect(channel.ask(path, CountsHello(PROTOCOL_VERSION), timeout_seconds), EngineCounts)
 
 
 class _Engine:

@@ -32,7 +32,7 @@ from vllm_mc2.inspection import (
     WorkerReport,
 )
 from vllm_mc2.layout import PoolLayout
-from vllm_mc2.protocol import PROTOCOL_VERSION, CountsHello, InspectHello, Message, Refusal, new_incarnation
+from vllm_mc2.protocol import CountsHello, InspectHello, Message, Refusal, new_incarnation
 from vllm_mc2.reporting import fit, lease_rows, refusal
 from vllm_mc2.session import Answer, SessionServer
 
@@ -94,11 +94,10 @@ class EngineInspector:
 
     def answer(self, hello: InspectHello | CountsHello) -> Answer:
         """The report or the numbers, or a refusal of another protocol version. Session thread."""
-        if isinstance(hello, InspectHello):
-            return refusal(hello) or Answer(fit(self.report()), keep_open=False)
-        if hello.protocol != PROTOCOL_VERSION:
-            return Answer(Refusal("protocol", str(hello.protocol), str(PROTOCOL_VERSION)), keep_open=False)
-        return Answer(self.counts(), keep_open=False)
+        refused = refusal(hello)
+        if refused is not None:
+            return refused
+        return Answer(fit(self.report()) if isinstance(hello, InspectHello) else self.counts(), keep_open=False)
 
     def counts(self) -> EngineCounts:
         """What the engine holds now. Session thread."""

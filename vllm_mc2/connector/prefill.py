@@ -77,7 +77,6 @@ class PrefillHalf:
         self._stats = stats
         self._lent: Counter[int] = Counter()
         """Block id -> number of leases that cover it; a block that is not lent is not in it."""
-        self._own_ids: dict[LeaseId, list[int]] = {}
         self._ledgers: dict[int, tuple[int, str]] = {}
         """Session key -> ledger id and decode's engine id; of the threads that serve sessions."""
         self._onlookers: dict[int, int] = {}
@@ -158,7 +157,7 @@ class PrefillHalf:
 
     def num_lent_without(self, ended: Iterable[LeaseId]) -> int:
         """As :attr:`num_lent_blocks`, but of what is lent only until the next step takes it back. Any thread."""
-        given_back = Counter(block_id for lease_id in ended for block_id in self._own_ids.get(lease_id, ()))
+        given_back = Counter(block.block_id for lease_id in ended for block in self.book.payload(lease_id) or ())
         num_back = sum(self._lent.get(block_id, 0) == count for block_id, count in given_back.items())
         return max(0, len(self._lent) - num_back)
 
@@ -185,7 +184,6 @@ class PrefillHalf:
             # Last block first, as vLLM frees a request's blocks: the end of a prefix is evicted before its start.
             self._block_pool.free_blocks(reversed(lease.payload))
             self._take_back(lease.payload)
-            self._own_ids.pop(lease.lease_id, None)
             self._stats.add("leases_ended", 1, lease.reason)
             if lease.reason == "expired":
                 logger.warning("ticket %08x-%08x was not claimed in time", *lease.lease_id)
@@ -236,7 +234,6 @@ class PrefillHalf:
             self._refuse(request, "no free lease slot; raise num_lease_slots")
             return None
         self._lent.update(own_ids)
-        self._own_ids[ticket.lease_id] = own_ids
         self._stats.add("leases_published")
         logger.debug("request %s is lease %s-%s", request.request_id, ticket.slot, ticket.generation)
         if self._address_proof is not None:
