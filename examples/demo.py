@@ -53,7 +53,7 @@ HANDOFFS = "vllm:mc2_handoffs_total"
 BLOCKS = "vllm:mc2_blocks_attached_total"
 BYTES = "vllm:mc2_kv_bytes_not_copied_total"
 COPIED = "vllm:mc2_kv_bytes_copied_total"
-HANDOFF_SECONDS = "vllm:mc2_handoff_seconds_total"
+HANDOFF_SECONDS = "vllm:mc2_handoff_seconds_sum"
 
 
 class DemoError(RuntimeError):

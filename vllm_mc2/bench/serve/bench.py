@@ -245,7 +245,7 @@ class Group:
                 attached=round(attached),
                 not_attached=round(total - attached),
                 kv_bytes_not_copied=round(change("vllm:mc2_kv_bytes_not_copied_total")),
-                seconds_per_handoff=change("vllm:mc2_handoff_seconds_total") / total if total else 0.0,
+                seconds_per_handoff=change("vllm:mc2_handoff_seconds_sum") / total if total else 0.0,
             )
         )
 
