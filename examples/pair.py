@@ -71,6 +71,7 @@ def vllm_server(
     log_dir: Path = LOGS,
     host: str = HOST,
     wrapper: Sequence[str] = (),
+    launch: servers.Launch = servers.launch,
 ) -> Server:
     """Start `vllm serve`; a plain server without `kv_config`."""
     search = os.pathsep.join(filter(None, [str(QUIET), os.environ.get("PYTHONPATH")]))
@@ -85,6 +86,7 @@ def vllm_server(
         log_dir=log_dir,
         host=host,
         wrapper=wrapper,
+        launch=launch,
     )
 
 

@@ -3,9 +3,8 @@
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from examples.pair import Server, kv_transfer_config, proxy_server, vllm_server
+from examples.pair import Server, kv_transfer_config, proxy_server
+from tests.support.servers import vllm_server
 
 LOG_DIR = Path(__file__).resolve().parents[2] / "build" / "logs" / "e2e"
 VOCABULARY = 49_000
@@ -134,20 +134,6 @@ def footprint(server: Server) -> dict[str, int]:
 def processes_named(server: Server, part: str) -> list[psutil.Process]:
     """The server's processes whose title contains ``part`` (vLLM sets titles: EngineCore, Worker)."""
     return [process for process in server.processes() if part in " ".join(process.cmdline())]
-
-
-@contextmanager
-def ready(servers: Sequence[Server]) -> Iterator[None]:
-    """Wait until all answer; end them afterwards, whatever happens. They were started side by side."""
-    try:
-        for server in servers:
-            server.wait_ready()
-        yield
-    finally:
-        for server in servers:
-            server.request_stop()
-        for server in servers:
-            server.close()
 
 
 @pytest.fixture(scope="session")

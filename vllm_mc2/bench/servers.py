@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Protocol, Self
 
 import httpx
 import psutil
@@ -58,6 +58,49 @@ class ServerError(RuntimeError):
     """A server ended, or did not answer in time; the message carries the tail of its log."""
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that `Server` uses."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, once `poll` or `wait` has seen the end."""
+        ...
+
+    def poll(self) -> int | None:
+        """Exit status; None while the process runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit status; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal, unless the process has ended."""
+        ...
+
+
+Launch = Callable[[Sequence[str], IO[bytes], Mapping[str, str]], Process]
+"""Starts a command in a session of its own, its output in a file, with a whole environment."""
+
+
+def launch(command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> Process:
+    """Start `command` as an ordinary child process."""
+    return subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        # Ctrl-C at the terminal must reach the owner only: it stops the servers in order.
+        start_new_session=True,
+    )
+
+
 class Server:
     """One server process and all its descendants; construction starts it."""
 
@@ -70,6 +113,7 @@ class Server:
         log_dir: Path,
         environment: Mapping[str, str | None] | None = None,
         host: str = HOST,
+        launch: Launch = launch,
     ) -> None:
         """Start it; `environment` is added to this process's own, and None takes a variable out."""
         self.name = name
@@ -80,15 +124,7 @@ class Server:
         merged: dict[str, str | None] = {**os.environ, **(environment or {})}
         log_dir.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={name: value for name, value in merged.items() if value is not None},
-                # Ctrl-C at the terminal must reach the owner only: it stops the servers in order.
-                start_new_session=True,
-            )
+            self._process = launch(command, log, {name: value for name, value in merged.items() if value is not None})
 
     def __enter__(self) -> Self:
         return self
@@ -276,6 +312,7 @@ def vllm_server(
     environment: Mapping[str, str | None] | None = None,
     host: str = HOST,
     wrapper: Sequence[str] = (),
+    launch: Launch = launch,
 ) -> Server:
     """Start `vllm serve` in float32 without compilation; a plain server without `kv_config`.
 
@@ -290,4 +327,4 @@ def vllm_server(
     if kv_config is not None:
         command += ["--kv-transfer-config", kv_config]
     settings = {**VLLM_ENVIRONMENT, **(environment or {})}
-    return Server(name, [*command, *arguments], port, log_dir=log_dir, environment=settings, host=host)
+    return Server(name, [*command, *arguments], port, log_dir=log_dir, environment=settings, host=host, launch=launch)
