@@ -1,10 +1,8 @@
-# Everything from a fresh clone: `make demo` shows it working, `make test` runs every check.
+# Everything from a fresh clone: `make demo` shows it working, `make test` checks it, `make test-all` checks it all.
 # PYTHON is only used to make .venv; all the rest runs from there.
 PYTHON ?= python3.11
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest
 CXX_FILES := $(shell find csrc tests/ascend examples/setup -name '*.h' -o -name '*.cpp')
-CHECKS := fmt lint types docs native unit fuzz-short isolation connector ascend bench-code chaos-short e2e
 ROUNDS ?= 1000
 # make demo: MODE=pull copies the blocks, TP=2 has two workers on either side, HOSTS=2 two network namespaces (as root).
 MODE ?= auto
@@ -14,7 +12,8 @@ SEED ?=
 # make fuzz: inputs for every decoder.
 RUNS ?= 1000000
 
-.PHONY: setup demo test test-wheel fuzz fuzz-mutants chaos chaos-mutants bench-native bench-handoff bench-serve clean $(CHECKS)
+.PHONY: setup demo test test-all fmt lint types docs native test-wheel fuzz fuzz-mutants chaos chaos-mutants
+.PHONY: bench-native bench-handoff bench-serve clean
 
 # Takes no time when nothing it depends on has changed.
 setup:
@@ -24,9 +23,13 @@ setup:
 demo: setup
 	@$(BIN)/python -m examples.demo --mode $(MODE) --tp $(TP) --hosts $(HOSTS)
 
+# Every kind of check in a quarter of an hour: what is not marked slow. CONTRIBUTING.md says what that leaves out.
 test: setup
-	@$(MAKE) --no-print-directory $(CHECKS)
-	@echo "test: all passed ($(CHECKS))"
+	@$(BIN)/python -m tests.checks
+
+# Every check and test there is: before a release, after a change of vLLM, and nightly.
+test-all: setup
+	@$(BIN)/python -m tests.checks --all
 
 fmt:
 	$(BIN)/ruff format --check .
@@ -39,26 +42,14 @@ lint:
 types:
 	$(BIN)/mypy
 
-# The C++ core by itself, under each sanitizer; then the binding. Ninja and clang-tidy come from .venv.
+# The C++ code by itself, under each sanitizer; and clang-tidy. Ninja and clang-tidy come from .venv.
 native: export PATH := $(CURDIR)/$(BIN):$(PATH)
 native:
 	@mkdir -p build/logs
-	@for preset in asan tsan; do \
-		cmake --preset $$preset > build/logs/cmake-$$preset.log && \
-		cmake --build --preset $$preset && \
-		ctest --preset $$preset --progress || exit 1; \
-	done
-	@cmake --preset tidy > build/logs/cmake-tidy.log && cmake --build --preset tidy
+	@for preset in asan tsan tidy; do cmake --preset $$preset > build/logs/cmake-$$preset.log || exit 1; done
 	@run-clang-tidy.py -p build/tidy -quiet "$(CURDIR)/csrc/.*"
-	$(PYTEST) tests/native
-
-unit:
-	$(PYTEST) tests/unit tests/cli tests/docs tests/ipc tests/network tests/tensors tests/proxy tests/packaging tests/deploy
-
-# Every decoder for a few seconds, and what was found before. In C++ with libFuzzer out of atheris' wheel.
-fuzz-short: export PATH := $(CURDIR)/$(BIN):$(PATH)
-fuzz-short:
-	$(PYTEST) tests/fuzz
+	@cmake --build --preset asan && cmake --build --preset tsan
+	@ctest --preset asan --progress -j2 && ctest --preset tsan --progress -j2
 
 # One target alone: .venv/bin/python -m tests.fuzz --target NAME; what fails is kept in build/fuzz.
 fuzz: export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -70,29 +61,9 @@ fuzz-mutants: export PATH := $(CURDIR)/$(BIN):$(PATH)
 fuzz-mutants: setup
 	@$(BIN)/python -m tests.fuzz.mutants --native
 
-# Engines with namespaces of their own, as containers have them. Other users and namespaces take root; skipped without.
-isolation:
-	$(PYTEST) tests/isolation
-
 # The site, in build/site. Not with --quiet: that hides the warnings from --strict.
 docs:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-
-# The benchmarks' own code; what they measure is nobody's test.
-bench-code:
-	$(PYTEST) tests/bench
-
-connector:
-	$(PYTEST) tests/connector
-
-# Over a simulator of libascendcl.so, with torch_npu's and vllm-ascend's real code, unpacked and not installed.
-ascend: export PATH := $(CURDIR)/$(BIN):$(PATH)
-ascend:
-	$(PYTEST) tests/ascend
-
-# About twenty rounds of what `make chaos` does.
-chaos-short:
-	$(PYTEST) tests/chaos
 
 # Real engine processes under seeded kills, stops, aborts and restarts. A failing round is repeated alone with
 # .venv/bin/python -m tests.chaos --only ROUND --seed SEED
@@ -102,9 +73,6 @@ chaos: setup
 # Proof that the harness finds bugs: copies of the package with one each.
 chaos-mutants: setup
 	@$(BIN)/python -m tests.chaos.mutants
-
-e2e:
-	$(PYTEST) tests/e2e
 
 # The same tests against the wheel, where the package's source cannot be imported.
 test-wheel: setup

@@ -111,6 +111,7 @@ def test_tokens_are_right_in_every_shape(make_fleet: MakeFleet) -> None:
 V2 = "aclrtMemRetainAllocationHandle"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "environment"),
     [
@@ -243,6 +244,7 @@ def test_each_injected_error_ends_one_hand_over_and_leaks_nothing(make_fleet: Ma
     assert_closes_clean(consumer, producer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["aclrtMemExportToShareableHandleV2", "aclrtMemGetAddressRange"])
 def test_an_error_while_sharing_falls_back_or_says_why(make_fleet: MakeFleet, call: str) -> None:
     fleet = make_fleet()
@@ -294,6 +296,7 @@ def test_a_failed_copy_follows_the_policy(make_fleet: MakeFleet, policy: str) ->
 FABRIC = {"MC2_ACL_SIM_FABRIC": "1", "MC2_TCP_SECRET": "a secret of the tests' own"}
 
 
+@pytest.mark.slow
 def test_another_server_of_a_superpod(make_fleet: MakeFleet) -> None:
     """Two servers share nothing here but the fabric: no common socket directory."""
     here, there = make_fleet(**FABRIC), make_fleet(**FABRIC)
@@ -324,6 +327,7 @@ def test_a_server_without_fabric_tells_other_servers_so(make_fleet: MakeFleet) -
     assert answer["params"]["mc2"]["reason"] == "peer_refused"
 
 
+@pytest.mark.slow
 def test_the_probe_for_attach_says_what_came_of_it(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     extra = {"MC2_TEST_EXTRA": '{"npu_attach": true}'}

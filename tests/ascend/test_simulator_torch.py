@@ -119,6 +119,7 @@ def test_tensors_here_and_in_another_process(npu_environment: NpuEnvironment, al
             process.communicate()
 
 
+@pytest.mark.slow
 def test_unknown_operators_end_the_process(npu_environment: NpuEnvironment) -> None:
     program = "import torch, torch_npu; a = torch.zeros(3, device='npu'); print((a + a).cpu())"
     with pytest.raises(AssertionError, match="is not simulated"):

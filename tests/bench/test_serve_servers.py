@@ -211,6 +211,7 @@ def bench(tiny_model: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
     with bench(tiny_model, tmp_path) as running:
@@ -229,6 +230,7 @@ def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_interrupted_run_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     with bench(tiny_model, tmp_path) as running:

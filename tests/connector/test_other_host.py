@@ -490,6 +490,7 @@ def footprint() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.slow
 def test_sessions_that_come_and_go_leave_nothing(producer: RigEngine, consumer: RigEngine, relay: Relay) -> None:
     seen: list[tuple[int, int]] = []
     peers: Any = consumer.connector._decode._peers  # type: ignore[union-attr]
@@ -545,6 +546,7 @@ def test_inspect_shows_where_the_other_host_is(producer: RigEngine, consumer: Ri
     assert [(row.pid, row.engine_id) for row in report.decodes] == [(0, consumer.connector._engine_id())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["::1", "localhost"])
 def test_ipv6_and_names(address: str) -> None:
     """In a process of its own, since Mooncake speaks one version of IP in each."""

@@ -13,7 +13,7 @@ from examples.pair import free_ports
 from tests.ascend.vllm_ascend_source import source
 from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ def test_the_demo_ends_well_and_says_so() -> None:
     assert long["blocks_attached"] >= 7 and long["kv_bytes_not_copied"] > 40_000_000
 
 
+@pytest.mark.slow
 def test_two_workers_on_either_side_that_copy() -> None:
     """``make demo MODE=pull TP=2``."""
     with start("--mode", "pull", "--tp", "2") as demo:
@@ -78,6 +79,7 @@ def test_two_workers_on_either_side_that_copy() -> None:
         assert request["blocks_attached"] == request["kv_bytes_not_copied"] == 0 < request["kv_bytes_copied"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind() -> None:
     with start() as demo:
         deadline = time.monotonic() + 120

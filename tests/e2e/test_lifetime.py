@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from examples.pair import Server, free_ports, kv_transfer_config, vllm_server
+from examples.pair import Server, free_ports, kv_transfer_config
 from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
 from tests.e2e.test_in_place import pool_mappings, worker_of
+from tests.support.servers import vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -133,6 +134,7 @@ def test_decode_outlives_its_prefill_and_meets_its_successor(rig: Rig, mortals: 
     rig.assert_clean()
 
 
+@pytest.mark.slow
 def test_prefill_gets_its_blocks_back_when_a_decodes_worker_is_killed(rig: Rig, mortals: Mortals) -> None:
     """vLLM ends an engine whose worker has died; prefill hears of it from the kernel."""
     ticket = rig.ticket(PROMPT)
@@ -154,6 +156,7 @@ def test_prefill_gets_its_blocks_back_when_a_decodes_worker_is_killed(rig: Rig, 
     rig.assert_clean()
 
 
+@pytest.mark.slow
 def test_decode_outlives_a_worker_of_its_prefill(rig: Rig, mortals: Mortals) -> None:
     """vLLM ends the engine; what decode holds stays."""
     engine = mortals.prefill
@@ -167,6 +170,7 @@ def test_decode_outlives_a_worker_of_its_prefill(rig: Rig, mortals: Mortals) -> 
     rig.assert_clean()
 
 
+@pytest.mark.slow
 def test_stopping_either_side_in_order(rig: Rig, mortals: Mortals) -> None:
     """SIGTERM for both in the middle of a decode: prefill ends at once, decode when its request is done."""
     mortals.restart_both()

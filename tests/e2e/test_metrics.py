@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.pair import Server, kv_transfer_config, vllm_server
-from tests.e2e.conftest import LOG_DIR, Rig, processes_named, prompt_of, ready
+from examples.pair import Server, kv_transfer_config
+from tests.e2e.conftest import LOG_DIR, Rig, processes_named, prompt_of
+from tests.support.servers import ready, vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -90,6 +91,7 @@ def two_servers(rig: Rig, tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_two_api_servers(rig: Rig, two_servers: Server) -> None:
     for seed in range(4):
         rig.ticket(prompt_of(300, seed=seed), two_servers)

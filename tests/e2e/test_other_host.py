@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from examples.hosts import TwoHosts
-from examples.pair import Server, kv_transfer_config, vllm_server
-from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of, ready
+from examples.pair import Server, kv_transfer_config
+from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
 from tests.network.conftest import needs_mooncake
+from tests.support.servers import ready, vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), needs_mooncake]
 
@@ -87,6 +88,7 @@ def test_right_tokens_from_another_host(far: FarPair, length: int) -> None:
     far.wait_until(far.is_clean)
 
 
+@pytest.mark.slow
 def test_eight_at_once_from_another_host(far: FarPair) -> None:
     prompts = [prompt_of(60 + 150 * number, seed=9550 + number) for number in range(8)]
     for prompt in prompts:
@@ -106,6 +108,7 @@ def test_the_ticket_names_an_address_and_no_secret(far: FarPair) -> None:
     assert secret not in far.prefill.log_text() + far.decode.log_text()
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_cut_before_the_first_word(far: FarPair) -> None:
     """Decode cannot reach prefill at all: it computes the prompt itself."""
     prompt = prompt_of(300, seed=9601)
@@ -126,6 +129,7 @@ def test_a_cable_that_is_cut_before_the_first_word(far: FarPair) -> None:
     far.wait_until(far.is_clean)
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_cut_while_the_session_is_open(far: FarPair) -> None:
     """The claim is never answered."""
     assert far.hand_over(prompt_of(200, seed=9603)).report["way"] == "pull"
@@ -141,6 +145,7 @@ def test_a_cable_that_is_cut_while_the_session_is_open(far: FarPair) -> None:
     assert far.hand_over(prompt_of(300, seed=9605)).report["way"] == "pull"
 
 
+@pytest.mark.slow
 def test_a_cable_that_is_cut_while_blocks_are_read(far: FarPair) -> None:
     """Prefill takes its blocks back after a while; decode computes the prompt, and its other requests never stop."""
     prompt = prompt_of(LONG, seed=9606)
@@ -166,6 +171,7 @@ def test_a_cable_that_is_cut_while_blocks_are_read(far: FarPair) -> None:
     far.wait_until(far.is_clean)
 
 
+@pytest.mark.slow
 def test_prefill_restarted_at_the_same_address_is_another(far: FarPair) -> None:
     """Tickets of a prefill that was killed are for nobody; its successor is met anew."""
     prompt = prompt_of(300, seed=9609)

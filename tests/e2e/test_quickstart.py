@@ -19,7 +19,7 @@ from tests.docs.pages import ROOT, block_of, blocks
 from tests.docs.test_commands import shell
 from tests.e2e.conftest import LOG_DIR
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = "docs/quickstart/host.md"
 THIS = "tests/e2e/test_quickstart.py::test_the_quickstart_for_one_host"

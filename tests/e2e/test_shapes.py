@@ -7,11 +7,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from examples.pair import ROOT, Server, kv_transfer_config, vllm_server
+from examples.pair import ROOT, Server, kv_transfer_config
 from tests.e2e import shapes
-from tests.e2e.conftest import LOG_DIR, Rig, prompt_of, ready
+from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
+from tests.support.servers import ready, vllm_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LENGTHS = [1, 40, 129, 500]
 BLOCK = 64

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.pair import ServerError, kv_transfer_config, vllm_server
+from examples.pair import ServerError, kv_transfer_config
 from tests.e2e.conftest import LOG_DIR
+from tests.support.servers import vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
