@@ -25,10 +25,8 @@ FOLDERS_WITH_SHARED_FIXTURES = {"isolation", "packaging"}
 """What is built or started once there serves all files of the folder."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Keep a file's tests, or a folder's, in one of pytest-xdist's processes, so that their fixtures are made once."""
-    for item in items:
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
-        group = folder if folder in FOLDERS_WITH_SHARED_FIXTURES else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(f"{folder}/{group}"))
+    folder = item.path.relative_to(ROOT / "tests").parts[0]
+    group = folder if folder in FOLDERS_WITH_SHARED_FIXTURES else item.path.stem
+    item.add_marker(pytest.mark.xdist_group(f"{folder}/{group}"))
