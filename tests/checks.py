@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -73,14 +74,18 @@ def make(name: str) -> Check:
     return Check(name, ("make", "--no-print-directory", name))
 
 
-def pytest(name: str, *arguments: str) -> Check:
-    command = (sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={LOGS / name}.xml", *arguments)
-    return Check(name, command)
+def lanes(everything: bool, scratch: Path) -> list[list[Check]]:
+    """The checks of `make test`, or of `make test-all`; those of a lane run one after the other.
 
-
-def lanes(everything: bool) -> list[list[Check]]:
-    """The checks of `make test`, or of `make test-all`; those of a lane run one after the other."""
+    Args:
+        everything: Also what is marked slow.
+        scratch: A folder with a short name for the tests' files, sockets among them, whose paths have at most 107 bytes.
+    """
     selected = [] if everything else ["not slow"]
+
+    def pytest(name: str, *arguments: str) -> Check:
+        options = ("-q", "--color=no", f"--basetemp={scratch / name[0]}", f"--junitxml={LOGS / name}.xml")
+        return Check(name, (sys.executable, "-m", "pytest", *options, *arguments))
 
     def marked(*words: str) -> list[str]:
         return ["-m", " and ".join([*words, *selected])]
@@ -179,7 +184,9 @@ def slowest(outcomes: Sequence[Outcome]) -> list[tuple[float, str]]:
     for outcome in outcomes:
         if outcome.check.report.exists():
             for case in ET.parse(outcome.check.report).iter("testcase"):
-                name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+                # pytest-xdist adds the group behind an "@".
+                name = re.sub(r"@[\w/]+$", "", case.get("name", ""))
+                name = f"{case.get('classname', '').replace('.', '/')}.py::{name}"
                 found.append((float(case.get("time", 0)), name))
     return sorted(found, reverse=True)[:NUM_SLOWEST]
 
@@ -209,7 +216,12 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also the tests that are marked slow")
     parser.add_argument("names", nargs="*", help="these checks alone")
     arguments = parser.parse_args()
-    plan = lanes(arguments.all)
+    with tempfile.TemporaryDirectory(prefix="mc2-", ignore_cleanup_errors=True) as scratch:
+        return check(parser, arguments, lanes(arguments.all, Path(scratch)))
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, plan: list[list[Check]]) -> int:
+    """Run the checks that are wanted, and report; return the exit status."""
     known = [check.name for lane in plan for check in lane]
     unknown = [name for name in arguments.names if name not in known]
     if unknown:
