@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import sys
-import time
 import zlib
 from array import array
 from typing import Any
@@ -25,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from tests.ascend import told
 from tests.ascend.shapes import BLOCK_SIZE, LATENT, LAYERS, SHAPES, Cache, token_values
 from tests.connector import old_rig
+from tests.support.waiting import wait_until
 from vllm_mc2 import plugin
 from vllm_mc2.ascend import sharing
 from vllm_mc2.connector import compat
@@ -148,10 +148,8 @@ class Server:
         return len(half.book)
 
     def wait_leases(self, wanted: int) -> int:
-        """The number, once it is ``wanted``, or ten seconds later."""
-        deadline = time.monotonic() + 10
-        while self.num_leases() != wanted and time.monotonic() < deadline:
-            self.idle(1)
+        """The number, once it is ``wanted``; a prefill reaps as it steps."""
+        wait_until(lambda: self.num_leases() == wanted or self.idle(1), f"{wanted} leases", timeout_seconds=10)
         return self.num_leases()
 
     def way(self) -> str:
@@ -194,10 +192,8 @@ class Server:
         self.simulator.mc2_sim_clear_faults()
 
     def wait_live(self, name: str, wanted: int) -> int:
-        """What it counts, once that is ``wanted``, or ten seconds later."""
-        deadline = time.monotonic() + 10
-        while self.live()[name] != wanted and time.monotonic() < deadline:
-            time.sleep(0.02)
+        """What it counts, once that is ``wanted``."""
+        wait_until(lambda: self.live()[name] == wanted, f"{name}: {wanted}", timeout_seconds=10)
         return self.live()[name]
 
     def close(self) -> dict[str, int]:

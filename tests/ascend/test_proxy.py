@@ -16,7 +16,8 @@ from fastapi import Request, Response
 
 from examples.pair import free_ports
 from tests.ascend.vllm_ascend_source import source
-from tests.proxy.fakes import DEADLINE_SECONDS, FakeServer, serving, wait_for
+from tests.proxy.fakes import DEADLINE_SECONDS, FakeServer, serving
+from tests.support.waiting import wait_until
 from vllm_mc2.protocol import Ticket
 from vllm_mc2.ticket import TICKET_KEY, TcpAddress, parse_address, parse_ticket, ticket_params
 
@@ -164,7 +165,7 @@ def test_decode_hears_of_a_client_that_leaves(rig: Rig) -> None:
         "POST", rig.url + COMPLETIONS, json={**PROMPT, "stream": True}, timeout=DEADLINE_SECONDS
     ) as answer:
         assert next(answer.iter_bytes())
-    wait_for(rig.decode.left.is_set)
+    wait_until(rig.decode.left.is_set)
 
 
 def test_without_a_ticket_decode_computes(rig: Rig) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.support.waiting import wait_until
 from vllm_mc2 import cli
 from vllm_mc2.cli.inspect import ask, look
 from vllm_mc2.cli.tables import Findings
@@ -130,9 +131,8 @@ def test_a_decode_that_ends_is_no_holder_any_more(make_engine: MakeEngine, direc
     consumer.add("r", prompt, prefill(producer, "r", prompt), max_tokens=20)
     step_until_running(consumer, "r")
     consumer.connector._decode.close()  # type: ignore[union-attr]
-    deadline = time.monotonic() + 20
-    while (report := engine_report(look(directory), "prefill")).decodes and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not engine_report(look(directory), "prefill").decodes)
+    report = engine_report(look(directory), "prefill")
     assert [(row.state, row.references, row.holders) for row in report.leases] == [("peer_gone", 1, [])]
 
 

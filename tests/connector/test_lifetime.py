@@ -9,7 +9,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,19 +16,13 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.support.waiting import wait_until
 from vllm_mc2.protocol import Refusal
 from vllm_mc2.session import Answer
 
 Pair = tuple[RigEngine, RigEngine]
 PROMPT = prompt_of(70)
 OTHER = prompt_of(70, seed=1)
-
-
-def wait_until(what: Callable[[], object], timeout_seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not what():
-        assert time.monotonic() < deadline, "watchdog"
-        time.sleep(0.005)
 
 
 def step_until_running(engine: RigEngine, request_id: str) -> None:

@@ -25,6 +25,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.support.waiting import wait_until
 from vllm_mc2.connector import gauges
 from vllm_mc2.connector.gauges import EngineGauges
 from vllm_mc2.connector.metrics import BUCKETS, HISTOGRAMS, PULL_REASONS, REJECT_REASONS, MC2Stats
@@ -118,13 +119,6 @@ def make_front() -> Iterator[Callable[..., Front]]:
 
 
 MakeFront = Callable[..., Front]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def step_until_running(engine: RigEngine, request_id: str) -> None:

@@ -11,6 +11,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.connector.outcome import finish
 from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.support.waiting import wait_until
 from vllm_mc2.leases import PeerLeases
 from vllm_mc2.protocol import Ticket
 
@@ -199,10 +200,8 @@ def test_decode_gone_ends_what_it_held(pair: Pair) -> None:
         consumer.step()
     assert producer.num_free_blocks < 63
     consumer.connector.shutdown()
-    deadline = time.monotonic() + 30
-    while len(producer.connector._prefill.book) and time.monotonic() < deadline:  # type: ignore[union-attr]
-        producer.connector._prefill.reap()  # type: ignore[union-attr]
-        time.sleep(0.005)
+    half: Any = producer.connector._prefill
+    wait_until(lambda: half.reap() or len(half.book) == 0)
     producer.add("tick", prompt_of(3), None, max_tokens=1)
     producer.run()
     assert producer.stats["leases_ended|peer_gone"] == 1

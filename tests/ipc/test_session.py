@@ -9,12 +9,12 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_until
 from tests.unit.test_protocol import POOL
 from vllm_mc2 import channel, protocol, session
 from vllm_mc2.channel import Channel, prepare_socket_dir, socket_path, sweep_stale_sockets
@@ -84,8 +84,7 @@ def test_a_server_that_stops_waits_for_its_clients(recorder: Recorder) -> None:
     leaving, staying = _open(recorder), _open(recorder)
     stopping = threading.Thread(target=recorder.server.close, args=(60.0,))
     stopping.start()
-    while not (leaving.is_gone() and staying.is_gone()):
-        time.sleep(0.01)
+    wait_until(lambda: leaving.is_gone() and staying.is_gone())
     with pytest.raises(PeerUnreachableError):  # nobody is let in any more
         open_session(recorder.path, HELLO, PoolGrant, 1, 0.2)
     leaving.close()
@@ -234,10 +233,7 @@ time.sleep(60)
     os.kill(server.pid, signal.SIGSTOP)
     assert not opened.is_gone()
     server.kill()
-    deadline = time.monotonic() + 30
-    while not opened.is_gone() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert opened.is_gone()
+    wait_until(opened.is_gone)
     server.wait(timeout=30)
     server.stdout.close()
     opened.close()

@@ -23,7 +23,8 @@ import pytest
 from tests.chaos.oracle import prompt_of
 from tests.isolation.conftest import ROOT, Cell, StartEngine
 from tests.isolation.test_users import Bomb
-from tests.network.conftest import HELLO, SECRET, Lender, wait_until
+from tests.network.conftest import HELLO, SECRET, Lender
+from tests.support.waiting import wait_until
 from tests.tensors.rig import Pair, connect, same_layer
 from vllm_mc2 import protocol
 from vllm_mc2._native import AddressRange, Pool

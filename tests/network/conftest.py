@@ -1,6 +1,5 @@
 """A prefill's listener with a real lease book behind it."""
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -92,10 +91,3 @@ def connect(lender: Lender, loop: LoopThread) -> Connect:
         return session
 
     return connect
-
-
-def wait_until(what: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

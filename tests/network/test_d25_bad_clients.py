@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.network.conftest import Connect, Lender, wait_until
+from tests.network.conftest import Connect, Lender
+from tests.support.waiting import wait_until
 from vllm_mc2.network import lender as lender_module
 from vllm_mc2.network.stream import SecureStream
 from vllm_mc2.session import MAX_PENDING

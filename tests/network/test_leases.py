@@ -1,7 +1,8 @@
 """Leases that are claimed and released by message are the same leases."""
 
-from tests.network.conftest import Connect, Lender, wait_until
+from tests.network.conftest import Connect, Lender
 from tests.network.relay import Relay
+from tests.support.waiting import wait_until
 from vllm_mc2.leases import LeaseOffer
 from vllm_mc2.network.borrower import RemoteLeases
 from vllm_mc2.protocol import Ticket

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.network.conftest import HELLO, SECRET, SILENCE_SECONDS, Connect, Lender, wait_until
+from tests.network.conftest import HELLO, SECRET, SILENCE_SECONDS, Connect, Lender
 from tests.network.relay import Relay
+from tests.support.waiting import wait_until
 from vllm_mc2 import protocol
 from vllm_mc2.errors import ConfigError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from vllm_mc2.network.borrower import open_remote_session

@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from examples import proxy
+from tests.support.waiting import wait_until
 
-from .fakes import DEADLINE_SECONDS, EOS, TICKET, RuledServer, serving, wait_for
+from .fakes import DEADLINE_SECONDS, EOS, TICKET, RuledServer, serving
 
 PATHS = {
     "/v1/completions": {"model": "m", "prompt": "Say"},
@@ -104,9 +105,9 @@ def test_as_a_single_server(trio: Trio, path: str, stream: str, fields: str, mod
         assert trio.decode.endings == trio.single.endings
     else:
         # What decode refuses cannot end the lease; the same prompt without the fault does.
-        wait_for(lambda: len(trio.decode.seen) == 2)
+        wait_until(lambda: len(trio.decode.seen) == 2)
         assert [seen.body["kv_transfer_params"] for seen in trio.decode.seen] == [TICKET, TICKET]
-        wait_for(lambda: trio.decode.endings == ["length"])
+        wait_until(lambda: trio.decode.endings == ["length"])
 
 
 def test_the_servers_follow_their_rules(trio: Trio) -> None:

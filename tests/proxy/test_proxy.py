@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from examples import proxy
+from tests.support.waiting import wait_until
 
-from .fakes import DEADLINE_SECONDS, TICKET, FakeServer, serving, wait_for
+from .fakes import DEADLINE_SECONDS, TICKET, FakeServer, serving
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -296,7 +297,7 @@ def leave_after(rig: Rig, body: dict[str, Any], condition: Any) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=DEADLINE_SECONDS) as connection:
         connection.sendall(head.encode() + data)
-        wait_for(condition)
+        wait_until(condition)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -306,7 +307,7 @@ def test_a_ticket_that_decode_refuses_is_settled(rig: Rig, stream: bool) -> None
     decode.status, decode.error = 400, {"error": {"message": "n must be 1 when using greedy sampling"}}
     answer = rig.post(COMPLETIONS, {**PROMPT, "n": 3, "temperature": 0, "stream": stream})
     assert answer.status_code == 400
-    wait_for(lambda: sum(len(server.seen) for server in rig.decodes) == 2)
+    wait_until(lambda: sum(len(server.seen) for server in rig.decodes) == 2)
     (settled,) = [seen for server in rig.decodes for seen in server.seen if seen.body.get("n") == 1]
     assert settled.body["kv_transfer_params"] == TICKET
     assert (settled.body["max_tokens"], settled.body["stream"]) == (1, False)
@@ -323,7 +324,7 @@ def test_a_ticket_that_never_reached_its_decode_is_settled_by_another(fakes: lis
         with serving(proxy.build_app(between)) as url:
             answer = httpx.post(url + COMPLETIONS, json=PROMPT, timeout=DEADLINE_SECONDS)
             assert answer.status_code == 503
-            wait_for(lambda: len(decode.seen) == 1)
+            wait_until(lambda: len(decode.seen) == 1)
     assert decode.seen[0].body["kv_transfer_params"] == TICKET
     assert decode.seen[0].body["max_tokens"] == 1
 

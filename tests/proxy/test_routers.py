@@ -19,9 +19,10 @@ import pytest
 from fastapi import FastAPI, Response
 
 from examples.pair import Role, Server, kv_transfer_config
-from tests.proxy.fakes import DEADLINE_SECONDS, FakeServer, serving, wait_for
+from tests.proxy.fakes import DEADLINE_SECONDS, FakeServer, serving
 from tests.proxy.recipes import DECODE_PORT, PREFILL_PORT, ROUTERS, TESTED_HERE, commands, running
 from tests.proxy.test_proxy import CHAT, CLIENT_FIELDS, COMPLETIONS
+from tests.support.waiting import wait_until
 from vllm_mc2.protocol import Ticket
 from vllm_mc2.ticket import TcpAddress, parse_address, parse_ticket, ticket_params
 
@@ -178,7 +179,7 @@ def test_decode_hears_of_a_client_that_leaves(rig: Rig) -> None:
     url = rig.server.url + COMPLETIONS
     with httpx.stream("POST", url, json=body, timeout=DEADLINE_SECONDS, trust_env=False) as answer:
         assert next(answer.iter_bytes())
-    wait_for(rig.decode.left.is_set)
+    wait_until(rig.decode.left.is_set)
 
 
 def test_without_a_ticket_decode_computes(rig: Rig) -> None:

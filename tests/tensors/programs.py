@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tensors.rig import WATCHDOG_SECONDS, bits, dial, fill, listen, wait_until
+from tests.support.waiting import wait_until
+from tests.tensors.rig import WATCHDOG_SECONDS, bits, dial, fill, listen
 from vllm_mc2 import KVCacheManager, KVCacheMapper, MC2Communicator
 from vllm_mc2.errors import ConfigError
 from vllm_mc2.tensors import CopiedIntoPoolWarning, LayerKV, MappedKV

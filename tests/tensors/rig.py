@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.support.waiting import wait_until
 from vllm_mc2 import KVCacheManager, KVCacheMapper, MC2Communicator
 from vllm_mc2.tensors import LayerKV, MappedKV, RemoteKV
 
@@ -63,13 +64,6 @@ def private_bytes(pid: int) -> int:
     """Memory that only this process has."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return 1024 * sum(int(value) for value in re.findall(r"Private_\w+:\s+(\d+) kB", text))
-
-
-def wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WATCHDOG_SECONDS
-    while not what():
-        assert time.monotonic() < deadline, "watchdog"
-        time.sleep(0.005)
 
 
 def assert_nothing_left(before: Footprint, directory: Path) -> None:

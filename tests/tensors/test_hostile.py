@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.tensors.rig import SHAPE, Pair, accepting, connect, dial, same_layer, wait_until
+from tests.support.waiting import wait_until
+from tests.tensors.rig import SHAPE, Pair, accepting, connect, dial, same_layer
 from vllm_mc2 import KVCacheManager, protocol
 from vllm_mc2.channel import prepare_socket_dir
 from vllm_mc2.errors import ExpiredKVError, OrphanedKVError, PeerUnreachableError

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.waiting import wait_until
 from tests.tensors.rig import (
     WATCHDOG_SECONDS,
     Pair,
     pool_mappings,
     same_layer,
-    wait_until,
 )
 from vllm_mc2 import KVCacheMapper
 from vllm_mc2.errors import ExpiredKVError, OrphanedKVError, PeerUnreachableError, UsageError

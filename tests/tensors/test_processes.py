@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.pair import free_ports
+from tests.support.waiting import wait_until
 from tests.tensors import programs
 from tests.tensors.rig import (
     SHAPE,
@@ -23,7 +24,6 @@ from tests.tensors.rig import (
     pool_mappings,
     private_bytes,
     same_layer,
-    wait_until,
 )
 from vllm_mc2 import KVCacheManager, KVCacheMapper, MC2Communicator
 from vllm_mc2.channel import sweep_stale_sockets
