@@ -1,6 +1,5 @@
 """Starts engine processes on the simulated NPUs, and talks to them."""
 
-import json
 import os
 import select
 import signal
@@ -11,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import ROOT, ZygoteClient
 from vllm_mc2.ascend.calls import receive, send
 
-ROOT = Path(__file__).resolve().parents[2]
 ANSWER_SECONDS = 100.0
 READ_EARLY = ("MC2_ACL_SIM_", "PYTORCH_")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -27,49 +26,37 @@ class Nursery:
     """Forks engines out of a process that has imported everything (:mod:`tests.ascend.nursery`)."""
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(ANSWER_SECONDS)
+        self._zygote = ZygoteClient("tests.ascend.nursery", [], log, {**environment, **ONE_THREAD})
         self._log = log.open("ab")
         self._environment = dict(environment)
         self._fresh: list[subprocess.Popen[bytes]] = []
-        with theirs:
-            command = [sys.executable, "-m", "tests.ascend.nursery", str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                env={**environment, **ONE_THREAD},
-                cwd=ROOT,
-                stdout=self._log,
-                stderr=self._log,
-            )
-        assert self._control.recv(16) == b"ready", f"see {log}"
 
-    def fork(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket, program: str) -> int:
-        """The engine's process id."""
-        spec = {"program": program, "arguments": arguments, "environment": dict(environment)}
-        message = json.dumps(spec).encode()
-        socket.send_fds(self._control, [message], [theirs.fileno(), self._log.fileno()])
-        return int(self._control.recv(16))
+    def start(self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket, program: str) -> int:
+        """The pidfd of an engine."""
+        if self._knows(environment):
+            spec = {"program": program, "arguments": arguments, "environment": dict(environment)}
+            return self._zygote.fork(spec, [theirs.fileno()], self._log.fileno())[1]
+        return self._start_afresh(environment, arguments, theirs, program)
 
-    def knows(self, environment: Mapping[str, str]) -> bool:
+    def _knows(self, environment: Mapping[str, str]) -> bool:
         """Whether an engine with this environment can be forked: some settings are read when libraries are loaded."""
         names = {name for name in (*environment, *self._environment) if name.startswith(READ_EARLY)}
         return all(environment.get(name) == self._environment.get(name) for name in names - {"MC2_ACL_SIM_DIR"})
 
-    def start_afresh(
+    def _start_afresh(
         self, environment: Mapping[str, str], arguments: list[str], theirs: socket.socket, program: str
     ) -> int:
-        """The process id of an engine that imports everything itself; it is reaped when the nursery is closed."""
+        """The pidfd of an engine that imports everything itself; it is reaped when the nursery is closed."""
         command = [sys.executable, "-m", f"tests.ascend.{program}", str(theirs.fileno()), *arguments]
         started = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=dict(environment), cwd=ROOT, stdout=self._log, stderr=self._log
         )
         self._fresh.append(started)
-        return started.pid
+        return os.pidfd_open(started.pid)
 
     def close(self) -> None:
-        self._control.close()
-        for process in (self._process, *self._fresh):
+        self._zygote.close()
+        for process in self._fresh:
             process.wait(20)
         self._log.close()
 
@@ -83,11 +70,7 @@ class EngineProcess:
         self._sock, theirs = socket.socketpair()
         self._sock.settimeout(ANSWER_SECONDS)
         with theirs:
-            if nursery.knows(environment):
-                self.pid = nursery.fork(environment, list(arguments), theirs, program)
-            else:
-                self.pid = nursery.start_afresh(environment, list(arguments), theirs, program)
-        self._pidfd = os.pidfd_open(self.pid)
+            self._pidfd = nursery.start(environment, list(arguments), theirs, program)
         self._is_ready = False
 
     def _is_over(self, timeout_seconds: float) -> bool:

@@ -15,7 +15,7 @@ from tests.chaos.oracle import expected_tokens, prompt_of
 from tests.chaos.plan import Fault, Job, Plan, Send, Strike
 from tests.chaos.points import Armed
 from tests.chaos.tally import Tally
-from tests.chaos.wire import Message
+from tests.support.processes import Message
 
 ROUND_SECONDS = 30.0
 SLEEPER_WAIT_SECONDS = 0.05

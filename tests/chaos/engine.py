@@ -20,8 +20,8 @@ from vllm.config import KVTransferConfig
 from tests.chaos import points
 from tests.chaos.footprint import footprint
 from tests.chaos.pages import PageWatch
-from tests.chaos.wire import Message, Pipe
 from tests.connector import rig
+from tests.support.processes import Message, Pipe
 from vllm_mc2.session import SessionServer
 
 SLEEPER_SECONDS = 120

@@ -4,8 +4,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +12,9 @@ from typing import Any
 from tests.chaos.footprint import Footprint, Mapping, state_of
 from tests.chaos.plan import ROLES, MemberSpec
 from tests.chaos.points import Armed
-from tests.chaos.wire import Message, Pipe
+from tests.support.processes import ROOT, Message, Pipe, ZygoteClient
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "build" / "models" / "tiny-llama"
-ZYGOTE_START_SECONDS = 120.0
 
 
 class Member:
@@ -55,60 +51,6 @@ class Member:
         self.sockets = set(message["sockets"])
 
 
-class ZygoteClient:
-    """Starts the zygote and asks it for engines."""
-
-    def __init__(self, log: Path, package: str | None) -> None:
-        mine, theirs = Pipe.pair()
-        arguments = [sys.executable, "-m", "tests.chaos.zygote", str(theirs.fileno()), str(MODEL)]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*arguments, *([package] if package else [])],
-                cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
-        theirs.close()
-        self._pipe = mine
-        try:
-            mine.sock.settimeout(ZYGOTE_START_SECONDS)
-            message, _fds = mine.receive()
-        except BaseException:
-            self.close()
-            raise
-        if message is None:
-            raise RuntimeError(f"the zygote did not start:\n{log.read_text()[-4000:]}")
-
-    def _ask(self, message: Message, fds: tuple[int, ...] = ()) -> tuple[Message, list[int]]:
-        self._pipe.send(message, fds)
-        answer, received = self._pipe.receive()
-        if answer is None:
-            raise RuntimeError("the zygote is gone")
-        return answer, received
-
-    def fork(self, settings: Message, pipe_fd: int, log_fd: int) -> tuple[int, int]:
-        """``(pid, pidfd)`` of a new engine."""
-        answer, (pidfd,) = self._ask({"op": "fork", "spec": settings}, (pipe_fd, log_fd))
-        return answer["pid"], pidfd
-
-    def exit_code(self, pid: int) -> int | None:
-        """Negative for a signal; None while it is running."""
-        code: int | None = self._ask({"op": "status", "pid": pid})[0]["code"]
-        return code
-
-    def children(self) -> set[int]:
-        """Engines and orphans of dead engines that are running."""
-        return set(self._ask({"op": "children"})[0]["pids"])
-
-    def close(self) -> None:
-        """The engines die with it."""
-        self._pipe.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 class Fleet:
     """All engines, alive or not yet replaced. ``on_message`` and ``on_death`` are the round's."""
 
@@ -116,7 +58,8 @@ class Fleet:
         self.directory = workdir / "s"
         self._logs = workdir / "logs"
         self._logs.mkdir(parents=True)
-        self.zygote = ZygoteClient(self._logs / "zygote.log", package)
+        arguments = [str(MODEL), *([package] if package else [])]
+        self.zygote = ZygoteClient("tests.chaos.zygote", arguments, self._logs / "zygote.log")
         self.members: dict[str, Member] = {}
         self.num_started = 0
         self.on_message: Callable[[Member, Message], None] = lambda member, message: None
@@ -149,7 +92,7 @@ class Fleet:
         log = self._logs / f"{self.num_started:05d}-{name}.log"
         mine, theirs = Pipe.pair()
         with log.open("wb") as output:
-            pid, pidfd = self.zygote.fork(settings, theirs.fileno(), output.fileno())
+            pid, pidfd = self.zygote.fork(settings, [theirs.fileno()], output.fileno())
         theirs.close()
         mine.sock.setblocking(False)
         member = Member(name, spec, pid, pidfd, mine, log)

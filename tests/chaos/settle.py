@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.chaos.drive import Drive
 from tests.chaos.fleet import Fleet, Member
 from tests.chaos.footprint import INDEX, LEDGER, POOL, Footprint, footprint, open_files
-from tests.chaos.wire import Message
+from tests.support.processes import Message
 from vllm_mc2.channel import sweep_stale_sockets
 
 SETTLE_SECONDS = 20.0

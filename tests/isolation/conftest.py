@@ -17,10 +17,9 @@ import pytest
 
 from tests.chaos.footprint import POOL, footprint
 from tests.chaos.oracle import expected_tokens
-from tests.chaos.wire import Message, Pipe
 from tests.chaos.zygote import SETTINGS
+from tests.support.processes import ROOT, Message, Pipe, ZygoteClient
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 60.0
 INSIDE = Path("/mnt")
 """Where a container finds the socket directory; what is there on this host is hidden from it."""
@@ -149,23 +148,9 @@ class Nursery:
 
     def __init__(self, workdir: Path, model: Path) -> None:
         self._workdir, self._count = workdir, 0
-        mine, theirs = Pipe.pair()
-        self._log = workdir / "nursery.log"
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.isolation.nursery", str(theirs.fileno()), str(model)],
-                cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                env={**os.environ, **SETTINGS},
-            )  # fmt: skip
-        theirs.close()
-        self._pipe = mine
-        mine.sock.settimeout(400.0)
-        try:
-            message, _ = mine.receive()
-            assert message is not None, self._log.read_text()[-4000:]
-        except BaseException:
-            self.close()
-            raise
+        environment = {**os.environ, **SETTINGS}
+        log = workdir / "nursery.log"
+        self._zygote = ZygoteClient("tests.isolation.nursery", [str(model)], log, environment)
 
     def start(
         self,
@@ -182,7 +167,7 @@ class Nursery:
         self._count += 1
         inside = str(INSIDE / f"s{self._count}") if container else None
         box = {"inside": inside, "uid_ranges": uid_ranges, "uid": uid}
-        spec = {
+        engine = {
             "directory": str(directory), "role": role, "engine_id": f"isolated-{self._count}", "extra": extra,
             "num_blocks": num_blocks, "policy": "recompute", "max_num_batched_tokens": 512, "armed": [],
         }  # fmt: skip
@@ -190,24 +175,16 @@ class Nursery:
         mine, theirs = Pipe.pair()
         life, their_life = socket.socketpair()
         with log.open("wb") as output:
-            self._pipe.send(
-                {"op": "fork", "box": box, "spec": spec}, [theirs.fileno(), their_life.fileno(), output.fileno()]
-            )
-            message, _ = self._pipe.receive()
-            assert message is not None
+            fds = [theirs.fileno(), their_life.fileno()]
+            _pid, pidfd = self._zygote.fork({"box": box, "engine": engine}, fds, output.fileno())
+        os.close(pidfd)
         theirs.close()
         their_life.close()
         return Cell(mine, life, log, inside or str(directory))
 
     def close(self) -> None:
         """Everything that it started ends with it."""
-        self._pipe.close()
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            raise
+        self._zygote.close()
 
 
 @pytest.fixture(scope="session")

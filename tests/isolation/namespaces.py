@@ -13,7 +13,6 @@ NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
     0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 )  # fmt: skip
 _MS_BIND, PRIVATE = 0x1000, 0x4000 | 1 << 18
-_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,11 +31,6 @@ def mount(source: str, target: Path, kind: str, flags: int = 0, data: str = "") 
     """mount(2)."""
     arguments = (source.encode(), os.fspath(target).encode(), kind.encode(), flags, data.encode())
     _check(_libc.mount(*arguments), f"mount {kind or source} at {target}")
-
-
-def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that made it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
 def enter(directory: Path, inside: Path) -> None:

@@ -1,30 +1,24 @@
 """Imports vLLM once, then forks engine processes into containers: rig engines as ``tests/chaos`` has them.
 
-``python -m tests.isolation.nursery FD MODEL``, with the environment of :data:`tests.chaos.zygote.SETTINGS`. The nursery has one
-thread and is gone with whoever holds the other end of FD. For each container it makes a warden, which stays outside; the
-container's first process; and the engine, which has a process id that another container's engine has too.
+``python -m tests.isolation.nursery FD MODEL``, with the environment of :data:`tests.chaos.zygote.SETTINGS`. For each container
+it makes a warden, which stays outside; the container's first process; and the engine, which has a process id that another
+container's engine has too.
 """
 
-import contextlib
 import os
-import signal
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.engine import EngineProcess
-from tests.chaos.wire import Message, Pipe
 from tests.chaos.zygote import warm_up
 from tests.isolation import namespaces
+from tests.support.processes import Message, Pipe, Zygote, die_with_parent, fork
 from vllm_mc2 import session
 from vllm_mc2.channel import sweep_stale_sockets
 from vllm_mc2.cli.inspect import look
-
-FAILED = 70
 
 
 def _nested(depth: int) -> list[Any]:
@@ -79,40 +73,19 @@ class ContainedEngine(EngineProcess):
         )  # fmt: skip
 
 
-def _child(work: Callable[[], None]) -> int:
-    """The pid of a child that does ``work`` and ends; whatever goes wrong is in its log."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = FAILED
-    try:
-        namespaces.die_with_parent()
-        work()
-        code = 0
-    except BaseException:
-        # Process border.
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 class Container:
     """From the fork on; ``box`` says what it is made of, ``spec`` what runs in it."""
 
-    def __init__(self, model: Path, box: Message, spec: Message, pipe_fd: int, life_fd: int, log_fd: int) -> None:
+    def __init__(self, model: Path, box: Message, spec: Message, pipe_fd: int, life_fd: int) -> None:
         self._model, self._box, self._spec = model, box, spec
-        self._pipe_fd, self._life_fd, self._log_fd = pipe_fd, life_fd, log_fd
+        self._pipe_fd, self._life_fd = pipe_fd, life_fd
 
     def warden(self) -> None:
         """Makes the namespaces; ends with the container's first process."""
-        os.setsid()
-        for number in (1, 2):
-            os.dup2(self._log_fd, number)
         if self._box["inside"] is not None:
             namespaces.enter(Path(self._spec["directory"]), Path(self._box["inside"]))
             self._spec["directory"] = self._box["inside"]
-        first = _child(self._first)
+        first = fork(self._first)
         os.close(self._pipe_fd)  # so that the engine's end is the end of its messages
         os.waitpid(first, 0)
 
@@ -122,7 +95,7 @@ class Container:
             namespaces.show_own_processes()
         if self._box["uid_ranges"] is not None:
             namespaces.in_user_namespace(self._box["uid_ranges"])
-        _child(self._engine)
+        fork(self._engine)
         os.close(self._pipe_fd)
         os.read(self._life_fd, 1)
 
@@ -131,8 +104,8 @@ class Container:
         os.close(self._life_fd)
         if self._box["uid"] is not None:
             namespaces.become(self._box["uid"])
-            namespaces.die_with_parent()
-        pipe = Pipe(socket.socket(fileno=self._pipe_fd))
+            die_with_parent()
+        pipe = Pipe.of(self._pipe_fd)
         pidfd = os.pidfd_open(os.getpid())
         pipe.send({"type": "born", "pid": os.getpid(), "uid": os.geteuid()}, [pidfd])
         os.close(pidfd)
@@ -144,43 +117,15 @@ class Container:
 
 
 def main() -> None:
-    """The nursery's loop: one message for each container, with the engine's pipe, the container's life and its log."""
-    control, model = Pipe(socket.socket(fileno=int(sys.argv[1]))), Path(sys.argv[2])
-    namespaces.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The model is the engines'; what is made of a container's message is in :class:`Container`."""
+    model = Path(sys.argv[2])
+
+    def become(spec: Message, pipe_fd: int, life_fd: int) -> None:
+        Container(model, spec["box"], spec["engine"], pipe_fd, life_fd).warden()
+
+    zygote = Zygote(int(sys.argv[1]), become)
     warm_up(model)
-    control.send({"type": "ready"})
-    while True:
-        message, fds = control.receive()
-        if message is None:
-            break
-        container = Container(model, message["box"], message["spec"], *fds)
-        fds_of_ours = [control.fileno()]
-
-        def begin(container: Container = container, ours: list[int] = fds_of_ours) -> None:
-            for fd in ours:
-                os.close(fd)
-            container.warden()
-
-        pid = _child(begin)
-        control.send({"type": "forked", "pid": pid})
-        for fd in fds:
-            os.close(fd)
-        _reap()
-    # Containers end with the tests that hold them, or with this process.
-    deadline = time.monotonic() + 20
-    while _reap() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os._exit(0)
-
-
-def _reap() -> bool:
-    """Whether there are children left."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG) != (0, 0):
-            pass
-        return True
-    return False
+    zygote.run()
 
 
 if __name__ == "__main__":
