@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import zlib
-from array import array
 from typing import Any
 from unittest import mock
 
@@ -24,13 +23,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from tests.ascend import told
 from tests.ascend.shapes import BLOCK_SIZE, LATENT, LAYERS, SHAPES, Cache, token_values
 from tests.connector import old_rig
+from tests.support.fake_model import kv_value, next_token
 from tests.support.waiting import wait_until
 from vllm_mc2 import plugin
 from vllm_mc2.ascend import sharing
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import DeviceError
 
-VOCABULARY = 1000
 DEVICE_TO_DEVICE = 3
 LIVE = ("reservations", "mappings", "physical", "imports", "exports", "ipc_imports", "ipc_exports", "streams", "events")
 
@@ -79,14 +78,16 @@ class NpuEngine(old_rig.OldEngine):
         tokens = list(prompt)
         for _ in range(num_tokens):
             read = []
-            for layer in LAYERS:
+            for index, layer in enumerate(LAYERS):
+                row = []
                 for end in range(1, len(tokens) + 1):
-                    digest, total = int(old_rig.value_of(layer, tokens[:end])), 0
+                    digest, total = int(kv_value(index, tokens[:end])), 0
                     for part, tensor in enumerate(self.caches[layer].slots):
                         values = token_values(layer, digest, part, tensor.dtype, tensor.shape[2:])
                         total = zlib.crc32(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), total)
-                    read.append(float(total))
-            tokens.append(zlib.crc32(array("d", read).tobytes()) % VOCABULARY)
+                    row.append(float(total))
+                read.append(row)
+            tokens.append(next_token(read))
         return tokens[len(prompt) :]
 
 

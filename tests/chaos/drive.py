@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.chaos.fleet import Fleet, Member
-from tests.chaos.oracle import expected_tokens, prompt_of
 from tests.chaos.plan import Fault, Job, Plan, Send, Strike
 from tests.chaos.points import Armed
 from tests.chaos.tally import Tally
+from tests.support.fake_model import expected_tokens, prompt_of_family
 from tests.support.processes import Message
 
 ROUND_SECONDS = 30.0
@@ -150,7 +150,7 @@ class Drive:
     # --- requests ---
 
     def _start_job(self, number: int, job: Job) -> None:
-        prompt = prompt_of(job.family, job.length, number, job.suffix_length)
+        prompt = prompt_of_family(job.family, job.length, number, job.suffix_length)
         member = self.fleet.members[job.prefill]
         request_id = f"{self.plan.round}.{number}.p"
 
@@ -170,7 +170,7 @@ class Drive:
     def _send(self, request_id: str, send: Send, prompt: list[int], params: Message | None) -> None:
         prompt = list(prompt)
         if send.kind == "longer":
-            prompt += prompt_of(5, 20)
+            prompt += prompt_of_family(5, 20)
         elif send.kind == "other":
             prompt[len(prompt) // 2] += 1
         elif send.kind == "plain":

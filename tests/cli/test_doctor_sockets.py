@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Named, Serve, by_name
-from tests.connector.rig import MakeEngine, RigEngine, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, prefill
+from tests.support.fake_model import prompt_of
 from tests.unit.reports import PEER, engine_report, worker_report
 from vllm_mc2 import cli
 from vllm_mc2.channel import prepare_socket_dir, socket_path

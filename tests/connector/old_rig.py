@@ -9,8 +9,6 @@ installed vLLM.
 import json
 import sys
 import time
-import zlib
-from array import array
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,17 +27,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.support.fake_model import EOS, expected_tokens, kv_value, next_token
 from vllm_mc2 import plugin
 from vllm_mc2.connector import compat
 
 LAYERS = ["layer.0", "layer.1"]
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
-
-
-def value_of(layer: str, tokens: list[int]) -> float:
-    """What stands in the cache for the last token."""
-    return float(zlib.crc32(layer.encode() + array("I", tokens).tobytes()) >> 8)
 
 
 class OldEngine:
@@ -120,7 +114,7 @@ class OldEngine:
     def add(self, request_id: str, prompt: list[int], params: Any, max_tokens: int) -> None:
         """Add a request."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
-        sampling.update_from_generation_config({}, 1001)
+        sampling.update_from_generation_config({}, EOS)
         request = Request(
             request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, pooling_params=None,
             block_hasher=self.hasher,
@@ -187,10 +181,10 @@ class OldEngine:
             self.computed[req_id] = self.computed.get(req_id, 0) + max(0, min(end, request.num_prompt_tokens) - start)
             for position in range(start, end):
                 block, slot = self.tables[req_id][position // BLOCK_SIZE], position % BLOCK_SIZE
-                for layer in LAYERS:
-                    self.write(layer, block, slot, value_of(layer, tokens[: position + 1]))
-            read = [value for layer in LAYERS for value in self.read(layer, self.tables[req_id], end)]
-            sampled[req_id] = [zlib.crc32(array("d", read).tobytes()) % 1000] if end == len(tokens) else []
+                for index, layer in enumerate(LAYERS):
+                    self.write(layer, block, slot, kv_value(index, tokens[: position + 1]))
+            read = [self.read(layer, self.tables[req_id], end) for layer in LAYERS]
+            sampled[req_id] = [next_token(read)] if end == len(tokens) else []
         return sampled
 
     def close(self) -> None:
@@ -201,11 +195,7 @@ class OldEngine:
 
 def expected(prompt: list[int], num_tokens: int) -> list[int]:
     """What must be sampled when every byte is right."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        read = [value_of(layer, tokens[: i + 1]) for layer in LAYERS for i in range(len(tokens))]
-        tokens.append(zlib.crc32(array("d", read).tobytes()) % 1000)
-    return tokens[len(prompt) :]
+    return expected_tokens(prompt, num_tokens, layers=len(LAYERS))
 
 
 def main(model: str, socket_dir: str) -> dict[str, Any]:

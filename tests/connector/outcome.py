@@ -4,7 +4,8 @@ from typing import Any
 
 from vllm.v1.engine import FinishReason
 
-from tests.connector.rig import RigEngine, expected_tokens
+from tests.connector.rig import RigEngine
+from tests.support.fake_model import expected_tokens
 
 
 def finish(consumer: RigEngine, request_id: str, policy: str, prompt: list[int]) -> dict[str, Any]:

@@ -1,15 +1,10 @@
 """An engine without a model: vLLM's real Scheduler and block pool, our real connector halves, real memory.
 
-Where the model would run, :class:`RigEngine` writes a KV value for each new position that depends on every token before it,
-and samples the next token from *all KV values it reads back through the block table*. A wrong block, a stale byte or a missed
-position therefore changes the tokens, and :func:`expected_tokens` says what they must be.
+Where the model would run, :class:`RigEngine` writes the KV values of :mod:`tests.support.fake_model`, and samples the next token
+from *all KV values it reads back through the block table*.
 """
 
-import itertools
-import random
 import time
-import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,47 +38,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from tests.support.fake_model import EOS, NUM_LAYERS, first_in_window, kv_value, next_token, num_layers
 from vllm_mc2 import plugin
 from vllm_mc2.connector import compat
 from vllm_mc2.connector.connector import MC2Connector
 
-NUM_LAYERS = 3
 NUM_HEADS = 2
 HEAD_SIZE = 32
-VOCABULARY = 1000
-EOS = VOCABULARY + 1
-
-
-def kv_value(layer: int, tokens: Sequence[int]) -> float:
-    """What stands in the KV cache for the last of ``tokens``: exact in float32, different for any other prefix."""
-    return float(zlib.crc32(array("I", [layer, *tokens]).tobytes()) >> 8)
-
-
-def next_token(values: Sequence[Sequence[float]]) -> int:
-    """The token sampled from all KV values, per layer and position."""
-    return zlib.crc32(array("d", itertools.chain.from_iterable(values)).tobytes()) % VOCABULARY
-
-
-def first_in_window(layer: int, num_tokens: int, window: int | None) -> int:
-    """The first position that a layer's attention reads; the later layers have the window."""
-    return max(0, num_tokens - window) if window is not None and layer >= NUM_LAYERS else 0
-
-
-def num_layers(window: int | None) -> int:
-    """With a window as many again, in a cache group of their own."""
-    return NUM_LAYERS if window is None else 2 * NUM_LAYERS
-
-
-def expected_tokens(prompt: Sequence[int], num_tokens: int, window: int | None = None) -> list[int]:
-    """What an engine must sample for ``prompt`` when every byte is right."""
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        values = [
-            [kv_value(layer, tokens[: i + 1]) for i in range(first_in_window(layer, len(tokens), window), len(tokens))]
-            for layer in range(num_layers(window))
-        ]
-        tokens.append(next_token(values))
-    return tokens[len(prompt) :]
 
 
 def _vllm_config(
@@ -348,11 +309,6 @@ class RigEngine:
 MakeEngine = Callable[..., RigEngine]
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A random prompt; the same for the same arguments, and prefixes of longer ones with the same seed."""
-    return [random.Random(seed * 7919 + i).randrange(VOCABULARY) for i in range(length)]
-
-
 def assert_clean(*engines: RigEngine) -> None:
     """Both pools are back to their start value and nothing is borrowed or lent."""
     for engine in engines:
@@ -363,6 +319,12 @@ def assert_clean(*engines: RigEngine) -> None:
             assert engine.connector._decode.snapshot() == {"handoffs": 0, "loans": 0, "borrowed_blocks": 0}
         assert engine.scheduler.requests == {}
         assert engine.num_free_blocks == len(engine.scheduler.kv_cache_manager.block_pool.blocks) - 1
+
+
+def step_until_running(engine: RigEngine, request_id: str) -> None:
+    """Step until the request has its prompt's KV and is being computed."""
+    while engine.num_computed_prompt_tokens.get(request_id) is None:
+        engine.step()
 
 
 def prefill(engine: RigEngine, request_id: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.connector.outcome import finish
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
 from tests.proxy.recipes import commands
+from tests.support.fake_model import expected_tokens, prompt_of
 from tests.unpacked import unpack_wheel
 from vllm_mc2.connector import MC2Connector, aliases
 from vllm_mc2.connector.aliases import MC2ConnectorUnderNixlsName

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
+from tests.support.fake_model import expected_tokens, prompt_of
 
 WINDOW = 40
 Pair = tuple[RigEngine, RigEngine]

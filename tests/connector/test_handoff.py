@@ -3,7 +3,8 @@
 import pytest
 
 from tests.connector.outcome import report_of
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
+from tests.support.fake_model import expected_tokens, prompt_of
 
 Pair = tuple[RigEngine, RigEngine]
 

@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 
 from tests.connector.outcome import finish
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
+from tests.support.fake_model import expected_tokens, prompt_of
 from vllm_mc2.connector.fingerprint import OF_A_RANK
 
 PROMPT = prompt_of(70)

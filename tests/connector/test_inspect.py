@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill, step_until_running
+from tests.support.fake_model import expected_tokens, prompt_of
 from tests.support.waiting import wait_until
 from vllm_mc2 import cli
 from vllm_mc2.cli.inspect import ask, look
@@ -32,11 +33,6 @@ def directory(tmp_path: Path) -> Path:
 def engine_report(findings: Findings, role: str) -> EngineReport:
     [report] = [engine for engine in findings.engines if engine.role == role]
     return report
-
-
-def step_until_running(engine: RigEngine, request_id: str) -> None:
-    while engine.num_computed_prompt_tokens.get(request_id) is None:
-        engine.step()
 
 
 def test_before_during_and_after(pair: Pair, directory: Path) -> None:

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill, step_until_running
+from tests.support.fake_model import expected_tokens, prompt_of
 from tests.support.waiting import wait_until
 from vllm_mc2.protocol import Refusal
 from vllm_mc2.session import Answer
@@ -23,11 +24,6 @@ from vllm_mc2.session import Answer
 Pair = tuple[RigEngine, RigEngine]
 PROMPT = prompt_of(70)
 OTHER = prompt_of(70, seed=1)
-
-
-def step_until_running(engine: RigEngine, request_id: str) -> None:
-    while engine.num_computed_prompt_tokens.get(request_id) is None:
-        engine.step()
 
 
 def mapped_peers(engine: RigEngine) -> int:

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 
 from tests.connector.outcome import finish
-from tests.connector.rig import MakeEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, assert_clean, prefill
+from tests.support.fake_model import expected_tokens, prompt_of
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError
 

@@ -24,7 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill, step_until_running
+from tests.support.fake_model import expected_tokens, prompt_of
 from tests.support.waiting import wait_until
 from vllm_mc2.connector import gauges
 from vllm_mc2.connector.gauges import EngineGauges
@@ -119,11 +120,6 @@ def make_front() -> Iterator[Callable[..., Front]]:
 
 
 MakeFront = Callable[..., Front]
-
-
-def step_until_running(engine: RigEngine, request_id: str) -> None:
-    while engine.num_computed_prompt_tokens.get(request_id) is None:
-        engine.step()
 
 
 # --- counters ---

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.connector.other import OtherConnector
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
+from tests.support.fake_model import expected_tokens, prompt_of
 
 OTHER = {
     "kv_connector": "OtherConnector",

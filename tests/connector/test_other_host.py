@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from tests.connector.outcome import finish, num_leases, report_of
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
 from tests.network.conftest import needs_mooncake
 from tests.network.relay import Relay
+from tests.support.fake_model import expected_tokens, prompt_of
 from tests.support.waiting import wait_until
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError, TransportError

@@ -10,7 +10,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from tests.connector.outcome import finish
-from tests.connector.rig import MakeEngine, RigEngine, assert_clean, expected_tokens, prefill, prompt_of
+from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
+from tests.support.fake_model import expected_tokens, prompt_of
 from tests.support.waiting import wait_until
 from vllm_mc2.leases import PeerLeases
 from vllm_mc2.protocol import Ticket

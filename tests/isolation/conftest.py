@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.footprint import POOL, footprint
-from tests.chaos.oracle import expected_tokens
 from tests.chaos.zygote import SETTINGS
+from tests.support.fake_model import expected_tokens
 from tests.support.processes import ROOT, Message, Pipe, ZygoteClient
 
 PATIENCE_SECONDS = 60.0

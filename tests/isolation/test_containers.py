@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.oracle import expected_tokens, prompt_of
 from tests.isolation.conftest import Cell, StartEngine
+from tests.support.fake_model import expected_tokens, prompt_of_family
 from vllm_mc2.cli.inspect import look
 
 pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
 
-PROMPT, OTHER = prompt_of(1, 70), prompt_of(2, 70)
+PROMPT, OTHER = prompt_of_family(1, 70), prompt_of_family(2, 70)
 LONG = 400
 """Tokens to generate by a request that is to be caught in the middle."""
 
@@ -104,7 +104,7 @@ def test_a_stopped_engine_is_not_taken_for_dead(pair: tuple[Cell, Cell]) -> None
         assert decode.pools_mapped() == 1
     finally:
         os.kill(prefill.host_pid, signal.SIGCONT)
-    hand_over(prefill, decode, "after", prompt_of(3, 70))
+    hand_over(prefill, decode, "after", prompt_of_family(3, 70))
 
 
 def test_the_sweep_takes_no_neighbour_for_dead(pair: tuple[Cell, Cell], shared: Path) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.oracle import prompt_of
 from tests.isolation.conftest import Cell, StartEngine
+from tests.support.fake_model import prompt_of_family
 
 pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
-PROMPT = prompt_of(1, 70)
+PROMPT = prompt_of_family(1, 70)
 HARMLESS = {"ids beside the ticket", "a long host"}
 """What is not in the ticket itself is not looked at on one host."""
 
@@ -30,7 +30,7 @@ def test_huge_fields_cost_their_own_request_only(start: StartEngine) -> None:
     assert result["params"]["mc2"]["way"] == "attach"
     before = private_mib(decode)
     for number, kind in enumerate(sorted(BAD | HARMLESS)):
-        prompt = prompt_of(10 + number, 70)
+        prompt = prompt_of_family(10 + number, 70)
         good = prefill.prefill(kind, prompt)
         decode.ask("add_huge", kind=kind, id=kind, prompt=prompt, params=good, max_tokens=4)
         result = decode.result(kind)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.oracle import expected_tokens, prompt_of
 from tests.isolation.conftest import Cell, StartEngine
+from tests.support.fake_model import expected_tokens, prompt_of_family
 
 pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
-PROMPT, OTHER = prompt_of(1, 70), prompt_of(2, 70)
+PROMPT, OTHER = prompt_of_family(1, 70), prompt_of_family(2, 70)
 LONG = 400
 
 

@@ -20,10 +20,10 @@ import msgspec
 import psutil
 import pytest
 
-from tests.chaos.oracle import prompt_of
 from tests.isolation.conftest import ROOT, Cell, StartEngine
 from tests.isolation.test_users import Bomb
 from tests.network.conftest import HELLO, SECRET, Lender
+from tests.support.fake_model import prompt_of_family
 from tests.support.waiting import wait_until
 from tests.tensors.rig import Pair, connect, same_layer
 from vllm_mc2 import protocol
@@ -38,7 +38,7 @@ from vllm_mc2.session import open_session
 pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
 
-PROMPT = prompt_of(1, 70)
+PROMPT = prompt_of_family(1, 70)
 
 
 def frame(payload: bytes) -> bytes:
