@@ -23,7 +23,7 @@ START_SECONDS = 400.0
 """Until a zygote has imported everything on a busy machine."""
 END_SECONDS = 30.0
 MAX_PACKET_BYTES = 1 << 17
-MAX_FDS = 4
+MAX_FDS = 32
 CRASHED = 70
 """The exit code of a child that an exception ended."""
 
