@@ -1,57 +1,116 @@
 """D21: what fifty killed prefills leave behind: sockets, which are swept, and no memory at all."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.support.descriptors import open_descriptors
+from tests.support.waiting import wait_until
 from tests.unit.test_protocol import POOL
 from vllm_mc2.channel import prepare_socket_dir, socket_path, sweep_stale_sockets
 from vllm_mc2.protocol import PoolGrant, new_incarnation
 from vllm_mc2.session import Answer, SessionServer
 
-CHILD = """
+POOL_BYTES = 4 << 20
+CHILD = f"""
 import sys, time
 from pathlib import Path
+from tests.isolation import namespaces
+folder, group = sys.argv[1:]
+if group:
+    Path(group, "cgroup.procs").write_text("0")
+try:
+    namespaces.unshare(namespaces.NEWNS)
+    namespaces.mount("none", Path("/"), "", namespaces.PRIVATE)
+    namespaces.mount("tmpfs", Path("/dev/shm"), "tmpfs")
+    has_own = True
+except OSError:
+    has_own = False
 from vllm_mc2._native import LeaseTable, Pool
 from vllm_mc2.protocol import new_incarnation
 from vllm_mc2.session import SessionServer
-pool, table = Pool(4 << 20, huge_pages="off"), LeaseTable(64, 64)
-server = SessionServer(Path(sys.argv[1]), new_incarnation(), lambda key, hello: None, lambda key: None)
-print("ready", flush=True)
-time.sleep(60)
+pool, table = Pool({POOL_BYTES}, huge_pages="off"), LeaseTable(64, 64)
+server = SessionServer(Path(folder), new_incarnation(), lambda key, hello: None, lambda key: None)
+print("ready", has_own, flush=True)
+time.sleep(600)
 """
+MEMFD = re.compile(r"/memfd:mc2")
+
+pytestmark = pytest.mark.timeout(300)  # fifty interpreters start
 
 
-def shared_memory_kib() -> int:
-    """Shmem of /proc/meminfo: every memfd and tmpfs page of this machine."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("Shmem:")).split()[1])
+@pytest.fixture
+def group() -> Iterator[Path | None]:
+    """A memory control group for the prefills, if one can be made: what they leave behind is counted there and nowhere else."""
+    root = Path("/sys/fs/cgroup")
+    path = (root / "memory" if (root / "memory").is_dir() else root) / f"mc2-d21-{os.getpid()}"
+    with contextlib.suppress(OSError):
+        path.mkdir()
+    has_counter = (path / "memory.stat").exists() and os.access(path / "cgroup.procs", os.W_OK)
+    yield path if has_counter else None
+    if path.exists():
+        path.rmdir()
 
 
-def test_d21_fifty_killed_prefills_leave_sockets_only(tmp_path: Path) -> None:
+def shared_bytes(group: Path) -> int:
+    """Pages of memfds and of tmpfs that the group is charged for."""
+    found = re.search(r"^shmem (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def memfds_of(pid: int | str) -> set[int]:
+    """Inodes of what is ours among the memfds that a process has open or mapped."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        opened = [fd for fd, target in open_descriptors(pid).items() if MEMFD.match(target)]
+        mapped = re.findall(r"(\d+) +/memfd:mc2", Path(f"/proc/{pid}/maps").read_text())
+        return {os.stat(f"/proc/{pid}/fd/{fd}").st_ino for fd in opened} | set(map(int, mapped))
+    return set()
+
+
+def memory_of_prefill(child: subprocess.Popen[str]) -> set[int]:
+    """Its memfds, once it is ready. It has no other shared memory: what has a name is there now, or never."""
+    assert child.stdout is not None
+    ready, has_own = child.stdout.readline().split()
+    assert ready == "ready"
+    if has_own == "True":
+        assert os.listdir(f"/proc/{child.pid}/root/dev/shm") == []
+    assert "/dev/shm" not in Path(f"/proc/{child.pid}/maps").read_text()
+    assert not any(target.startswith("/dev/shm") for target in open_descriptors(child.pid).values())
+    return memfds_of(child.pid)
+
+
+def test_d21_fifty_killed_prefills_leave_sockets_only(tmp_path: Path, group: Path | None) -> None:
     directory = tmp_path / "s"
     prepare_socket_dir(directory)
     neighbour = SessionServer(
         directory, new_incarnation(), lambda key, hello: Answer(PoolGrant(POOL)), lambda key: None
     )
-    shm_before = sorted(os.listdir("/dev/shm"))
-    memory_before = shared_memory_kib()
+    memory: set[int] = set()
     for _ in range(5):
-        children = [
-            subprocess.Popen([sys.executable, "-c", CHILD, str(directory)], stdout=subprocess.PIPE, text=True)
-            for _ in range(10)
-        ]
-        for child in children:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        for child in children:
-            child.kill()
-            child.wait(timeout=30)
-            assert child.stdout is not None
-            child.stdout.close()
-    assert sorted(os.listdir("/dev/shm")) == shm_before
-    # Fifty pools of 4 MiB would be 200 MiB. Others use this machine too, hence no exact figure.
-    assert shared_memory_kib() - memory_before < 100 << 10
+        command = [sys.executable, "-c", CHILD, str(directory), str(group or "")]
+        children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(10)]
+        try:
+            for child in children:
+                own = memory_of_prefill(child)
+                assert len(own) >= 2 and not own & memory  # a pool and a table, which nobody else has
+                memory |= own
+            if group is not None:
+                assert shared_bytes(group) >= len(children) * POOL_BYTES
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate(timeout=60)
+    assert not memfds_of("self") & memory
+    if group is not None:
+        # The kernel counts in batches, for each processor apart: less than a quarter of one pool is none.
+        wait_until(lambda: shared_bytes(group) < POOL_BYTES // 4, "the end of all shared memory")
     assert len(list(directory.glob("*.sock"))) == 51
     stranger = directory / "not-ours.txt"
     stranger.touch()

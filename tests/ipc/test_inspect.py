@@ -2,19 +2,21 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.descriptors import assert_none_new, open_descriptors
 from tests.unit.reports import LEASE, engine_report, worker_report
-from vllm_mc2 import cli, protocol
+from vllm_mc2 import cli, protocol, session
 from vllm_mc2.channel import prepare_socket_dir, socket_path
 from vllm_mc2.cli import inspect
 from vllm_mc2.errors import PeerUnreachableError
@@ -22,6 +24,13 @@ from vllm_mc2.protocol import InspectHello, Message, Refusal
 from vllm_mc2.session import Answer, SessionServer
 
 Serve = Callable[[str, Message], SessionServer]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody here is too slow, unless a test wants that."""
+    monkeypatch.setattr(inspect, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(session, "HELLO_TIMEOUT_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -107,7 +116,7 @@ def bind(directory: Path, digit: str) -> socket.socket:
 def test_stale_silent_and_strange_listeners_hold_nobody_up(
     serve: Serve, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(inspect, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(inspect, "ANSWER_SECONDS", 5.0)
     serve("0", engine_report())
     serve("1", Refusal("protocol", "1", "2"))
     serve("2", InspectHello(protocol.PROTOCOL_VERSION))
@@ -120,9 +129,7 @@ def test_stale_silent_and_strange_listeners_hold_nobody_up(
         silent[-1].listen(0)
     full = socket.socket(socket.AF_UNIX)  # takes the only place in the queue
     full.connect(str(socket_path(directory, "9" * 32)))
-    started = time.monotonic()
     findings = inspect.look(directory)
-    assert time.monotonic() - started < 10
     assert len(findings.engines) == 1
     assert findings.stale == [f"{'3' * 16}.sock"]
     reasons = {each.socket[0]: each.reason for each in findings.unanswered}
@@ -132,6 +139,18 @@ def test_stale_silent_and_strange_listeners_hold_nobody_up(
     assert "in time" in reasons["5"]
     assert command(directory) == 0
     assert "stale" in capsys.readouterr().out
+    # They are asked at the same time: now each of them hangs up only when all of them have been asked.
+    monkeypatch.setattr(inspect, "ANSWER_SECONDS", 3600.0)
+    socket_path(directory, "9" * 32).unlink()
+    for sock in silent[:-1]:
+        while select.select([sock], [], [], 0)[0]:
+            sock.accept()[0].close()
+    hanging_up = threading.Thread(
+        target=lambda: [each.close() for each in [sock.accept()[0] for sock in silent[:-1]]], daemon=True
+    )
+    hanging_up.start()
+    assert {each.socket[0] for each in inspect.look(directory).unanswered} == set("125678")
+    hanging_up.join()
     for sock in (*silent, full):
         sock.close()
 
@@ -143,21 +162,21 @@ def test_one_byte_at_a_time_ends_at_the_deadline(directory: Path) -> None:
 import socket, sys, time
 s = socket.socket(fileno=int(sys.argv[1]))
 c, _ = s.accept()
+c.send((60000).to_bytes(4, "little"))
 while True:
     c.send(b"\\0")
     time.sleep(0.05)
 """
         child = subprocess.Popen([sys.executable, "-c", code, str(listener.fileno())], pass_fds=[listener.fileno()])
-        started = time.monotonic()
-        with pytest.raises((PeerUnreachableError, protocol.ProtocolError)):
+        # All of the frame would take most of an hour.
+        with pytest.raises(PeerUnreachableError, match="in time"):
             inspect.ask(socket_path(directory, "1" * 32), 0.5)
-        assert time.monotonic() - started < 5
         child.kill()
         child.wait(timeout=30)
 
 
 def test_descriptors_that_come_along_are_closed(directory: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     read_fd, write_fd = os.pipe()
     server = SessionServer(
         directory, "1" * 32, lambda key, hello: Answer(engine_report(), (read_fd,), keep_open=False), lambda key: None
@@ -166,7 +185,7 @@ def test_descriptors_that_come_along_are_closed(directory: Path) -> None:
     server.close()
     os.close(read_fd)
     os.close(write_fd)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert_none_new(before)
 
 
 def test_a_stopped_onlooker_does_not_hold_up_the_session_thread(serve: Serve, directory: Path) -> None:
@@ -181,18 +200,17 @@ def test_a_stopped_onlooker_does_not_hold_up_the_session_thread(serve: Serve, di
         stopped.append(socket.socket(socket.AF_UNIX))
         stopped[-1].connect(str(server.path))
         stopped[-1].sendall(hello)
-    started = time.monotonic()
-    assert inspect.ask(server.path, 5.0) == report
-    assert time.monotonic() - started < 2
+    # The server would wait for an hour for each of them.
+    assert inspect.ask(server.path, 60.0) == report
     # Whoever goes on reading in time gets the rest.
-    stopped[0].settimeout(20)
+    stopped[0].settimeout(60)
     received = bytearray()
     while chunk := stopped[0].recv(65536):
         received += chunk
     assert received == protocol.frame(report)
     for sock in stopped:
         sock.close()
-    assert inspect.ask(server.path, 5.0) == report
+    assert inspect.ask(server.path, 60.0) == report
 
 
 def start_watching(directory: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import assert_none_new, open_descriptors
 from tests.support.waiting import wait_until
 from tests.unit.test_protocol import POOL
 from vllm_mc2 import channel, protocol, session
@@ -23,6 +24,9 @@ from vllm_mc2.protocol import Message, PoolGrant, Refusal, WorkerHello
 from vllm_mc2.session import Answer, SessionServer, open_session
 
 SERVER_ID = "5" * 32
+PATIENCE_SECONDS = 60.0
+"""For answers that do come."""
+
 HELLO = WorkerHello(1, 0, "attach", {"dtype": "float32"})
 
 
@@ -49,17 +53,17 @@ class Recorder:
 
 @pytest.fixture
 def recorder(directory: Path) -> Iterator[Recorder]:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     recorder = Recorder(directory)
     yield recorder
     recorder.close()
     assert not recorder.path.exists()
     assert not recorder.server.is_alive
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert_none_new(before)
 
 
 def _open(recorder: Recorder) -> session.Session:
-    answer, fds, opened = open_session(recorder.path, HELLO, PoolGrant, 1, 5.0)
+    answer, fds, opened = open_session(recorder.path, HELLO, PoolGrant, 1, PATIENCE_SECONDS)
     assert answer.pool == POOL
     os.write(recorder.write_fd, b"!")
     assert os.read(fds[0], 1) == b"!"  # the descriptor is the very pipe
@@ -107,16 +111,16 @@ def test_a_server_that_stops_does_not_wait_for_ever(recorder: Recorder) -> None:
 def test_a_refusal_names_the_field(recorder: Recorder) -> None:
     recorder.answer = lambda: Answer(Refusal("dtype", "float32", "bfloat16"), keep_open=False)
     with pytest.raises(PeerRefusedError, match="dtype differs"):
-        open_session(recorder.path, HELLO, PoolGrant, 1, 5.0)
+        open_session(recorder.path, HELLO, PoolGrant, 1, PATIENCE_SECONDS)
 
 
 def test_an_unexpected_answer_or_number_of_descriptors_is_a_protocol_error(recorder: Recorder) -> None:
     recorder.answer = lambda: Answer(HELLO)
     with pytest.raises(ProtocolError, match="WorkerHello"):
-        open_session(recorder.path, HELLO, PoolGrant, 1, 5.0)
+        open_session(recorder.path, HELLO, PoolGrant, 1, PATIENCE_SECONDS)
     recorder.answer = lambda: Answer(PoolGrant(POOL), (recorder.read_fd,) * 3)
     with pytest.raises(ProtocolError, match="3 descriptors"):
-        open_session(recorder.path, HELLO, PoolGrant, 1, 5.0)
+        open_session(recorder.path, HELLO, PoolGrant, 1, PATIENCE_SECONDS)
 
 
 def test_nobody_there_and_nobody_answering(directory: Path) -> None:
@@ -168,13 +172,21 @@ def test_a_bad_client_is_dropped_and_others_are_served(recorder: Recorder, tmp_p
 def test_silent_clients_do_not_keep_others_out_and_are_dropped(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "HELLO_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(session, "HELLO_TIMEOUT_SECONDS", 3600.0)
     silent = [_raw(recorder) for _ in range(20)]
     _open(recorder).close()
-    for sock in silent:
+    monkeypatch.setattr(session, "HELLO_TIMEOUT_SECONDS", 0.3)
+    hasty = [_raw(recorder) for _ in range(20)]
+    for sock in hasty:
         assert sock.recv(1) == b""
         sock.close()
-    assert recorder.closed.get(timeout=30) >= 0
+    # Whoever is let in is no longer watched; nor are those whose time has not come.
+    monkeypatch.setattr(session, "HELLO_TIMEOUT_SECONDS", 3600.0)
+    _open(recorder).close()
+    assert recorder.server.num_rejected == len(hasty)
+    for sock in silent:
+        sock.close()
+    assert [recorder.closed.get(timeout=30) >= 0 for _ in range(2)]
     assert recorder.closed.empty()  # who never said hello has no end either
 
 
@@ -184,7 +196,7 @@ def test_a_hello_that_cannot_be_answered_does_not_end_the_thread(recorder: Recor
 
     good, recorder.answer = recorder.answer, fail
     with pytest.raises(PeerUnreachableError):
-        open_session(recorder.path, HELLO, PoolGrant, 1, 5.0)
+        open_session(recorder.path, HELLO, PoolGrant, 1, PATIENCE_SECONDS)
     recorder.answer = good
     _open(recorder).close()
 
@@ -194,10 +206,10 @@ import os, sys, time
 from pathlib import Path
 from vllm_mc2.protocol import PoolGrant, WorkerHello
 from vllm_mc2.session import open_session
-_, fds, s = open_session(Path(sys.argv[1]), WorkerHello(1, 0, "attach", {}), PoolGrant, 1, 10.0)
+_, fds, s = open_session(Path(sys.argv[1]), WorkerHello(1, 0, "attach", {}), PoolGrant, 1, 60.0)
 if os.fork() == 0:
     os.write(1, b"%d\\n" % os.getpid())
-time.sleep(60)
+time.sleep(600)
 os._exit(0)
 """
 
@@ -225,11 +237,11 @@ from vllm_mc2.protocol import PoolGrant
 from vllm_mc2.session import Answer, SessionServer
 s = SessionServer(Path(sys.argv[1]), "5" * 32, lambda key, hello: Answer(PoolGrant(POOL)), lambda key: None)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     server = subprocess.Popen([sys.executable, "-c", code, str(directory)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None and server.stdout.readline() == "ready\n"
-    _, _, opened = open_session(socket_path(directory, SERVER_ID), HELLO, PoolGrant, 0, 10.0)
+    _, _, opened = open_session(socket_path(directory, SERVER_ID), HELLO, PoolGrant, 0, PATIENCE_SECONDS)
     os.kill(server.pid, signal.SIGSTOP)
     assert not opened.is_gone()
     server.kill()
@@ -279,7 +291,7 @@ def test_another_user_is_refused(recorder: Recorder) -> None:
     code = f"""
 import os, socket
 os.setuid(1234)
-s = socket.socket(socket.AF_UNIX); s.settimeout(20); s.connect({str(recorder.path)!r})
+s = socket.socket(socket.AF_UNIX); s.settimeout(60); s.connect({str(recorder.path)!r})
 print(s.recv(1))
 """
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
@@ -305,7 +317,7 @@ def test_many_sessions_at_once(recorder: Recorder) -> None:
     lock = threading.Lock()
 
     def connect() -> None:
-        _, fds, one = open_session(recorder.path, HELLO, PoolGrant, 1, 30.0)
+        _, fds, one = open_session(recorder.path, HELLO, PoolGrant, 1, PATIENCE_SECONDS)
         os.close(fds[0])
         with lock:
             opened.append(one)
