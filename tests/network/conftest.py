@@ -26,7 +26,12 @@ needs_mooncake = pytest.mark.skipif(_no_mooncake is not None, reason=_no_mooncak
 SECRET = b"a secret of some length"
 INCARNATION = "5" * 32
 HELLO = SchedulerHello(PROTOCOL_VERSION, INCARNATION, "decode")
-SILENCE_SECONDS = 0.6
+SILENCE_SECONDS = 3.0
+"""A heartbeat comes three times in it; on a busy machine one may be a second late."""
+
+PATIENCE_SECONDS = 60.0
+"""For answers that do come."""
+
 ANY_PORT = TcpAddress("127.0.0.1", 0)
 
 
@@ -86,7 +91,7 @@ def connect(lender: Lender, loop: LoopThread) -> Connect:
         port: int | None = None, secret: bytes = SECRET, hello: Message = HELLO, silence: float = SILENCE_SECONDS
     ) -> RemoteSession:
         address = TcpAddress(lender.address.host, port or lender.address.port)
-        welcome, session = open_remote_session(loop, address, secret, hello, SchedulerWelcome, 5.0, silence)
+        welcome, session = open_remote_session(loop, address, secret, hello, SchedulerWelcome, PATIENCE_SECONDS, silence)
         assert welcome.engine_id == "prefill"
         return session
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import random
 import socket
 import threading
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.network.conftest import Connect, Lender
+from tests.network.conftest import Connect, Lender, wait_until
+from tests.support.descriptors import assert_none_new, open_descriptors
 from tests.support.waiting import wait_until
 from vllm_mc2.network import lender as lender_module
 from vllm_mc2.network.stream import SecureStream
@@ -43,7 +43,7 @@ def make_noise(lender: Lender, seed: int, count: int) -> None:
 
 def test_all_at_once(lender: Lender, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     silent = [socket.create_connection(lender.address) for _ in range(NUM_SILENT)]
-    num_threads, num_fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
     noisy = [threading.Thread(target=make_noise, args=(lender, seed, NUM_NOISY // 2), daemon=True) for seed in range(2)]
     with caplog.at_level(logging.WARNING, logger="vllm.mc2.network"):
         for thread in noisy:
@@ -58,14 +58,14 @@ def test_all_at_once(lender: Lender, connect: Connect, caplog: pytest.LogCapture
         # Strangers who wait are as many as there is room for; the others have been sent away to make it.
         wait_until(lambda: lender.server.num_rejected == NUM_NOISY + NUM_SILENT - len(lender.server._pending))
     assert most <= MAX_PENDING
-    assert threading.active_count() <= num_threads
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_fds)
+    assert not set(threading.enumerate()) - threads
     lines = [record for record in caplog.records if "rejected" in record.message]
     assert 1 <= len(lines) <= math.log2(lender.server.num_rejected) + 1
     assert len(lender.hellos) == num_served
     for sock in silent:
         sock.close()
     wait_until(lambda: lender.ledgers == {})
+    assert_none_new(descriptors)
 
 
 def test_a_bug_costs_one_connection(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.network.conftest import HELLO, INCARNATION, SECRET, Lender
+from tests.network.conftest import HELLO, INCARNATION, PATIENCE_SECONDS, SECRET, Lender, wait_until
 from tests.support.waiting import wait_until
 from tests.unit.test_protocol import POOL
 from vllm_mc2.errors import MC2Error, PeerUnreachableError
@@ -63,7 +63,7 @@ ANSWERS: st.SearchStrategy[Message] = st.one_of(
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 30))
+    asyncio.run(asyncio.wait_for(coroutine, 90))
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,7 +72,7 @@ def test_prefill_survives_any_words_of_a_decode(words: list[Message]) -> None:
     lender = Lender()
 
     async def speak() -> None:
-        stream = await SecureStream.connect(lender.address, SECRET, 5.0)
+        stream = await SecureStream.connect(lender.address, SECRET, PATIENCE_SECONDS)
         stream.send(HELLO)
         await stream.receive()
         with contextlib.suppress(MC2Error):  # it may have ended the session, and nothing else
@@ -92,8 +92,10 @@ def test_prefill_survives_any_words_of_a_decode(words: list[Message]) -> None:
         ticket = lender.book.publish(TOKEN, b"d" * 32, 16, [2], 60.0, "another")
         assert ticket is not None
         loop = LoopThread()
-        _, session = open_remote_session(loop, lender.address, SECRET, HELLO, SchedulerWelcome, 5.0, 5.0)
-        verdict = session.claim(ticket).result(10)
+        _, session = open_remote_session(
+            loop, lender.address, SECRET, HELLO, SchedulerWelcome, PATIENCE_SECONDS, PATIENCE_SECONDS
+        )
+        verdict = session.claim(ticket).result(PATIENCE_SECONDS)
         assert isinstance(verdict, Verdict) and verdict.is_held
         session.close()
         loop.close()
@@ -105,7 +107,7 @@ def test_prefill_survives_any_words_of_a_decode(words: list[Message]) -> None:
 @given(st.lists(ANSWERS, max_size=8))
 def test_decode_survives_any_answers_of_a_prefill(answers: list[Message]) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream = await SecureStream.accept(reader, writer, SECRET, 5.0)
+        stream = await SecureStream.accept(reader, writer, SECRET, PATIENCE_SECONDS)
         with contextlib.suppress(MC2Error, asyncio.CancelledError):
             await stream.receive()
             stream.send(SchedulerWelcome("prefill", 16, (WorkerEndpoint(0, "7" * 32, POOL),)))
@@ -116,19 +118,19 @@ def test_decode_survives_any_answers_of_a_prefill(answers: list[Message]) -> Non
         stream.close()
 
     loop = LoopThread()
-    server = loop.submit(asyncio.start_server(serve, "127.0.0.1", 0)).result(5)
+    server = loop.submit(asyncio.start_server(serve, "127.0.0.1", 0)).result(PATIENCE_SECONDS)
     address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
-    _, session = open_remote_session(loop, address, SECRET, HELLO, SchedulerWelcome, 5.0, 5.0)
+    _, session = open_remote_session(loop, address, SECRET, HELLO, SchedulerWelcome, PATIENCE_SECONDS, PATIENCE_SECONDS)
     future = session.look_up(Ticket.issue(INCARNATION, 0, 1, TOKEN))
     try:
-        answer = future.result(20)
+        answer = future.result(PATIENCE_SECONDS)
     except PeerUnreachableError:
         pass
     else:
         assert answer.call == 0 and answer in answers
     wait_until(session.is_gone)
     with pytest.raises(PeerUnreachableError):
-        session.claim(Ticket.issue(INCARNATION, 0, 1, TOKEN)).result(20)
+        session.claim(Ticket.issue(INCARNATION, 0, 1, TOKEN)).result(PATIENCE_SECONDS)
     session.close()
     loop.soon(server.close)
     loop.close()
@@ -146,7 +148,9 @@ class Model:
 
     def session(self, number: int) -> RemoteSession:
         if number not in self.sessions:
-            answer = open_remote_session(self.loop, self.lender.address, SECRET, HELLO, SchedulerWelcome, 5.0, 60.0)
+            answer = open_remote_session(
+                self.loop, self.lender.address, SECRET, HELLO, SchedulerWelcome, PATIENCE_SECONDS, 60.0
+            )
             self.sessions[number] = answer[1]
         return self.sessions[number]
 
@@ -157,7 +161,7 @@ class Model:
 
     def claim(self, number: int) -> None:
         if self.ticket is not None:
-            verdict = self.session(number).claim(self.ticket).result(10)
+            verdict = self.session(number).claim(self.ticket).result(PATIENCE_SECONDS)
             assert isinstance(verdict, Verdict) and verdict.is_held
             self.held[number] = self.held.get(number, 0) + 1
             self.was_claimed = True
@@ -166,7 +170,7 @@ class Model:
         if self.held.get(number):
             assert self.ticket is not None
             self.session(number).release(self.ticket)
-            self.session(number).look_up(self.ticket).result(10)  # has arrived
+            self.session(number).look_up(self.ticket).result(PATIENCE_SECONDS)  # has arrived
             self.held[number] -= 1
 
     def leave(self, number: int) -> None:
@@ -209,7 +213,7 @@ def test_a_decode_that_takes_no_answers_is_dropped() -> None:
         stream = await SecureStream.connect(lender.address, SECRET, 60.0)
         stream.send(HELLO)
         await stream.receive()
-        deadline = time.monotonic() + 25
+        deadline = time.monotonic() + PATIENCE_SECONDS
         with contextlib.suppress(PeerUnreachableError):
             for call in range(2000):  # 64 MB of answers
                 stream.send(Claim(call, ticket))

@@ -1,6 +1,6 @@
 """Leases that are claimed and released by message are the same leases."""
 
-from tests.network.conftest import Connect, Lender
+from tests.network.conftest import PATIENCE_SECONDS, Connect, Lender, wait_until
 from tests.network.relay import Relay
 from tests.support.waiting import wait_until
 from vllm_mc2.leases import LeaseOffer
@@ -68,7 +68,7 @@ def test_a_guessed_token_finds_nothing_and_ends_nothing(lender: Lender, connect:
     ticket = publish(lender)
     forged = Ticket.issue(ticket.incarnation, *ticket.lease_id, b"g" * 16)
     assert look_up(leases, forged) is None
-    claimed = session.claim(forged).result(10)
+    claimed = session.claim(forged).result(PATIENCE_SECONDS)
     assert not claimed.is_held  # type: ignore[union-attr]
     assert lender.book.sweep() == [] and len(lender.book) == 1
     assert claim(leases, ticket) == "held"
@@ -78,7 +78,7 @@ def test_a_guessed_token_finds_nothing_and_ends_nothing(lender: Lender, connect:
 def test_an_offer_that_has_expired_is_dead(lender: Lender, connect: Connect) -> None:
     session = connect()
     leases = RemoteLeases(session)
-    ticket = publish(lender, seconds=0.05)
+    ticket = publish(lender, seconds=3.0)
     assert look_up(leases, ticket) is not None
     wait_until(lender.book.sweep)
     assert leases.claim(ticket.lease_id) == "pending"
@@ -92,7 +92,7 @@ def test_two_claims_of_one_ticket_are_two(lender: Lender, connect: Connect) -> N
     ticket = publish(lender)
     assert claim(leases, ticket) == claim(leases, ticket) == "held"
     leases.release(ticket.lease_id)
-    session.look_up(ticket).result(10)  # the release has arrived
+    session.look_up(ticket).result(PATIENCE_SECONDS)  # the release has arrived
     assert lender.book.sweep() == []
     leases.release(ticket.lease_id)
     wait_until(lender.book.sweep)
@@ -120,7 +120,7 @@ def test_a_decode_that_is_cut_off_gives_everything_back_and_finds_out(lender: Le
         ended: list[str] = []
         wait_until(lambda: ended.extend(lease.reason for lease in lender.book.sweep()) or ended)
         assert ended == ["peer_gone"]
-        assert question.exception(20) is not None  # so what was read meanwhile is not believed
+        assert question.exception(PATIENCE_SECONDS) is not None  # so what was read meanwhile is not believed
         assert look_up(leases, publish(lender)) is None
         session.close()
 

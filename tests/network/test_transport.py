@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.network.conftest import needs_mooncake
+from tests.support.ports import refusing_port
 from vllm_mc2.errors import TransportError
 from vllm_mc2.network.transport import MAX_BATCH_PIECES, MooncakeTransport, Piece, Span
 
@@ -31,7 +32,7 @@ def pieces(own: Memory, theirs: Memory, size: int = PIECE_BYTES) -> list[Piece]:
 
 @pytest.fixture
 def transport() -> MooncakeTransport:
-    return MooncakeTransport(timeout_seconds=1.0)
+    return MooncakeTransport(timeout_seconds=30.0)
 
 
 @pytest.mark.parametrize("size", [4096, PIECE_BYTES])
@@ -77,9 +78,10 @@ def test_memory_that_is_not_shared_cannot_be_read(transport: MooncakeTransport) 
 
 def test_nobody_there(transport: MooncakeTransport) -> None:
     own = Memory(1 << 20, is_random=False)
-    reader = transport.open_reader("127.0.0.1:9", [own.span], "127.0.0.1")
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
-        reader.read(pieces(own, own))
+    with refusing_port() as port:
+        reader = transport.open_reader(f"127.0.0.1:{port}", [own.span], "127.0.0.1")
+        with pytest.raises(TransportError, match=rf"127\.0\.0\.1:{port}"):
+            reader.read(pieces(own, own))
 
 
 def test_a_process_speaks_one_ip_version() -> None:
@@ -89,7 +91,7 @@ from vllm_mc2.errors import TransportError
 from vllm_mc2.network.transport import MooncakeTransport, Span, Piece
 import torch
 theirs, own = torch.arange(1 << 20).byte(), torch.zeros(1 << 20).byte()
-transport = MooncakeTransport(1.0)
+transport = MooncakeTransport(30.0)
 segment = transport.share([Span(theirs.data_ptr(), 1 << 20)], "::1")
 assert segment.startswith("[::1]:"), segment
 reader = transport.open_reader(segment, [Span(own.data_ptr(), 1 << 20)], "::1")
