@@ -82,5 +82,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing of this shell's settings, and no engines of this user that happen to run."""
     for name in ("MC2_TCP_SECRET", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("vllm_mc2.cli.checks.sockets.other_defaults", list)
+    monkeypatch.setattr("vllm_mc2.cli.inspect.ANSWER_SECONDS", 60.0)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     (tmp_path / "run").mkdir(mode=0o700)

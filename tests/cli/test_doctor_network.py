@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.pair import free_ports
 from tests.cli.conftest import Named, by_name
 from tests.connector.rig import MakeEngine
+from tests.support.ports import own_ports, refusing_port
 from vllm_mc2.cli.checks import network
 from vllm_mc2.cli.checks.network import network_findings, parse_peer
 from vllm_mc2.config import MC2Config
@@ -28,6 +28,7 @@ Listen = Callable[[bytes], TcpAddress]
 def without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it loads is tried in a process; once is enough, in the test of it."""
     monkeypatch.setattr(network, "why_no_mooncake", lambda: "not asked for here")
+    monkeypatch.setattr(network, "ANSWER_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -138,12 +139,14 @@ def test_nobody_and_silence(
     listen: Listen, secret_file: str, with_secret: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = secret_file if with_secret else None
-    monkeypatch.setattr(network, "ANSWER_SECONDS", 0.4)
-    found = ask(TcpAddress("127.0.0.1", free_ports(1)[0]), secret)
+    with refusing_port() as port:
+        found = ask(TcpAddress("127.0.0.1", port), secret)
     assert found["state"] == "fail" and "Connection refused" in str(found["detail"])
     assert "firewall" in str(found["advice"])
+    monkeypatch.setattr(network, "ANSWER_SECONDS", 0.4)
     found = ask(listen(b""), secret)
     assert found["state"] == "fail" and "no answer" in str(found["detail"])
+    monkeypatch.setattr(network, "ANSWER_SECONDS", 60.0)
     found = ask(TcpAddress("no-such-host.invalid", 4000), secret)
     assert found["state"] == "fail" and "no-such-host.invalid" in str(found["detail"])
 
@@ -179,12 +182,12 @@ def own(config: MC2Config) -> Named:
 
 
 def test_the_address_of_a_prefill(secret_file: str) -> None:
-    port = free_ports(1)[0]
-    config = MC2Config(tcp_address="127.0.0.1", tcp_port=port, tcp_secret_file=secret_file)
-    assert own(config)["tcp_address"]["state"] == "pass"
-    with socket.create_server(("127.0.0.1", port)):
-        found = own(config)["tcp_address"]
-        assert found["state"] == "warn" and f"127.0.0.1:{port}" in found["detail"]
+    with own_ports(1) as (port,):
+        config = MC2Config(tcp_address="127.0.0.1", tcp_port=port, tcp_secret_file=secret_file)
+        assert own(config)["tcp_address"]["state"] == "pass"
+        with socket.create_server(("127.0.0.1", port)):
+            found = own(config)["tcp_address"]
+            assert found["state"] == "warn" and f"127.0.0.1:{port}" in found["detail"]
     for elsewhere, words in (
         ("192.0.2.1", "cannot be listened at"),
         ("0.0.0.0", "wildcard"),

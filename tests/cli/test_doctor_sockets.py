@@ -19,6 +19,7 @@ from vllm_mc2.channel import prepare_socket_dir, socket_path
 from vllm_mc2.cli import inspect
 from vllm_mc2.cli.checks.sockets import filesystem_of, socket_findings
 from vllm_mc2.cli.output import print_json
+from vllm_mc2.cli.tables import Findings
 from vllm_mc2.config import MC2Config
 from vllm_mc2.protocol import PROTOCOL_VERSION, Refusal
 
@@ -125,6 +126,8 @@ def test_where_the_directory_comes_from(tmp_path: Path, monkeypatch: pytest.Monk
     found = look(None)["socket directory"]
     assert found["values"]["path"] == str(tmp_path / "run" / "vllm-mc2") and "$XDG_RUNTIME_DIR" in found["detail"]
     monkeypatch.delenv("XDG_RUNTIME_DIR")
+    # Whoever is there is not of this test.
+    monkeypatch.setattr("vllm_mc2.cli.checks.sockets.look", lambda path: Findings([], [], [], []))
     found = look(None)["socket directory"]
     assert found["values"]["path"] == f"/tmp/vllm-mc2-{os.getuid()}" and "without" in found["detail"]
     config = MC2Config(socket_dir=str(tmp_path / "other"))
@@ -170,7 +173,7 @@ def test_names_of_others_reach_no_terminal(
 
 
 def test_stale_silent_and_strange_sockets(serve: Serve, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(inspect, "ANSWER_SECONDS", 5.0)  # the only one that says nothing is waited for
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(socket_path(directory, "1" * 32)))
     serve("2", Refusal("protocol", str(PROTOCOL_VERSION), "99"))
@@ -180,11 +183,16 @@ def test_stale_silent_and_strange_sockets(serve: Serve, directory: Path, monkeyp
     code = f"""
 import socket, sys
 listener = socket.socket(fileno={garbage.fileno()})
+print("ready", flush=True)
 while True:
     connection, _ = listener.accept()
     connection.sendall(b"SSH-2.0-OpenSSH_9.2")
 """
-    speaker = subprocess.Popen([sys.executable, "-c", code], pass_fds=[garbage.fileno()])
+    speaker = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[garbage.fileno()], stdout=subprocess.PIPE, text=True
+    )
+    assert speaker.stdout is not None and speaker.stdout.readline() == "ready\n"
+    speaker.stdout.close()
     stopped = start_engine(directory, "4" * 32)
     os.kill(stopped.pid, signal.SIGSTOP)
     os.waitpid(stopped.pid, os.WUNTRACED)  # until then one of its threads may still answer

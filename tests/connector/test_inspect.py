@@ -25,6 +25,12 @@ Pair = tuple[RigEngine, RigEngine]
 ME = os.getpid()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers here is in this process, however busy the machine is."""
+    monkeypatch.setattr("vllm_mc2.cli.inspect.ANSWER_SECONDS", 60.0)
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "s"
@@ -184,10 +190,12 @@ def test_looking_while_the_scheduler_publishes_and_sweeps(make_engine: MakeEngin
 
     thread = threading.Thread(target=look_on)
     thread.start()
-    for index in range(300):
+    index = 0
+    while index < 300 or len(seen) <= 10:
         prefill(producer, f"r{index}", prompt_of(20, seed=index % 5))
+        index += 1
     stop.set()
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert problems == []
     assert len(seen) > 10 and max(seen) > 0
 

@@ -113,6 +113,12 @@ class Scrape:
         }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers here is in this process, however busy the machine is."""
+    monkeypatch.setattr(gauges, "ANSWER_SECONDS", 60.0)
+
+
 @pytest.fixture
 def make_front() -> Iterator[Callable[..., Front]]:
     yield Front
@@ -237,11 +243,13 @@ def test_two_ranks_count_once(make_engine: MakeEngine, make_front: MakeFront) ->
 
     consumer.scheduler.update_from_output = update_from_two  # type: ignore[method-assign]
     front = make_front(producer, consumer)
+    started = time.monotonic()
     for index in range(3):
         prompt = prompt_of(100, seed=index)
         consumer.add(f"r{index}", prompt, prefill(producer, f"r{index}", prompt))
         consumer.run()
         assert consumer.finished[f"r{index}"][0] == expected_tokens(prompt, 4)
+    elapsed = time.monotonic() - started
     assert sum(num_reports) == 3  # each rank
     producer.step()
     scrape = front.scrape()
@@ -249,7 +257,7 @@ def test_two_ranks_count_once(make_engine: MakeEngine, make_front: MakeFront) ->
     assert scrape.value("kv_bytes_copied_total") == 3 * 7 * consumer.connector._decode._bytes_per_block  # type: ignore[union-attr]
     for name, count in (("handoff_seconds", 3), ("pull_seconds", 3), ("map_seconds", 1)):
         assert scrape.value(f"{name}_count", engine="1") == count
-        assert 0 < scrape.value(f"{name}_sum", engine="1") < 60
+        assert 0 < scrape.value(f"{name}_sum", engine="1") <= elapsed  # they came one after the other
     assert scrape.value("leases_ended_total", reason="released") == 3
     assert_clean(producer, consumer)
 
@@ -280,7 +288,7 @@ def test_connections_that_are_turned_away(pair: Pair, make_front: MakeFront) -> 
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(path))
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            sock.settimeout(10)
+            sock.settimeout(60)
             assert sock.recv(100) == b""
     prefill(producer, "r", PROMPT)
     assert front.scrape().value("connections_rejected_total", engine="0") == 3
@@ -334,7 +342,7 @@ def test_what_travels_does_not_grow_with_what_happened() -> None:
 
 
 def test_an_offer_that_expires_while_prefill_sleeps(make_engine: MakeEngine, make_front: MakeFront) -> None:
-    producer = make_engine("kv_producer", extra={"offer_timeout_seconds": 0.5})
+    producer = make_engine("kv_producer", extra={"offer_timeout_seconds": 4.0})  # to be seen in, on a busy machine too
     front = make_front(producer)
     for index in range(2):  # the same prompt: one set of blocks under two leases
         prefill(producer, f"r{index}", PROMPT)
@@ -421,7 +429,7 @@ def test_one_reading_asks_each_engine_once(pair: Pair, make_front: MakeFront) ->
 
 @pytest.mark.parametrize("how", ["silent", "garbage", "another version"])
 def test_an_engine_that_does_not_answer_holds_nobody_up(
-    make_engine: MakeEngine, make_front: MakeFront, tmp_path: Path, how: str
+    make_engine: MakeEngine, make_front: MakeFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Not a number then; the next reading does not even try. Once nobody listens any more, there is nothing."""
     producer = make_engine("kv_producer")
@@ -447,9 +455,11 @@ def test_an_engine_that_does_not_answer_holds_nobody_up(
             answerer = threading.Thread(target=answer)
             answerer.start()
             assert math.isnan(front.scrape().value("leases"))
-            answerer.join(timeout=10)
+            answerer.join(timeout=60)
         else:
+            monkeypatch.setattr(gauges, "ANSWER_SECONDS", 0.25)
             assert math.isnan(front.scrape().value("leases"))
+            monkeypatch.setattr(gauges, "PATIENCE_SECONDS", 3600.0)
             assert math.isnan(front.scrape().value("lent_share"))
             listener.setblocking(False)
             listener.accept()[0].close()
@@ -477,7 +487,7 @@ class OthersGauge:
 
 def test_gauges_that_can_only_be_set(make_engine: MakeEngine, tmp_path: Path) -> None:
     """They are set from a thread until all is 0 again; then that sleeps."""
-    producer = make_engine("kv_producer", extra={"offer_timeout_seconds": 0.5})
+    producer = make_engine("kv_producer", extra={"offer_timeout_seconds": 4.0})  # to be seen in, on a busy machine too
     OthersGauge.made = {}
     types: dict[type[Any], type[Any]] = {Gauge: OthersGauge, Counter: Counter, Histogram: Histogram}
     with mock.patch.multiple(gauges, REFRESH_SECONDS=0.01, FRESH_SECONDS=0.0):

@@ -91,7 +91,9 @@ def connect(lender: Lender, loop: LoopThread) -> Connect:
         port: int | None = None, secret: bytes = SECRET, hello: Message = HELLO, silence: float = SILENCE_SECONDS
     ) -> RemoteSession:
         address = TcpAddress(lender.address.host, port or lender.address.port)
-        welcome, session = open_remote_session(loop, address, secret, hello, SchedulerWelcome, PATIENCE_SECONDS, silence)
+        welcome, session = open_remote_session(
+            loop, address, secret, hello, SchedulerWelcome, PATIENCE_SECONDS, silence
+        )
         assert welcome.engine_id == "prefill"
         return session
 

@@ -84,6 +84,7 @@ def test_nobody_there(transport: MooncakeTransport) -> None:
             reader.read(pieces(own, own))
 
 
+@pytest.mark.timeout(300)
 def test_a_process_speaks_one_ip_version() -> None:
     """In a process of its own, since Mooncake decides once."""
     code = """
@@ -103,5 +104,5 @@ except TransportError as error:
     assert "IPv6 in this process already" in str(error)
     print("as it should be")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout.strip() == "as it should be", done.stderr

@@ -73,7 +73,7 @@ def assert_nothing_left(before: Footprint, directory: Path) -> None:
         gc.collect()
         return [*(path.name for path in directory.iterdir()), *footprint().since(before)]
 
-    deadline = time.monotonic() + 10  # page tables are filled in on threads of their own
+    deadline = time.monotonic() + WATCHDOG_SECONDS  # page tables are filled in on threads of their own
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not found, found

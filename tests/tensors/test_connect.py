@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import own_ports, refusing_port
 from tests.support.waiting import wait_until
-from tests.tensors.rig import WATCHDOG_SECONDS, Pair, accepting, connect, dial, listen
+from tests.tensors.rig import WATCHDOG_SECONDS, Pair, accepting, connect, dial, listen, wait_until
 from vllm_mc2 import MC2Communicator, cli, protocol
 from vllm_mc2.errors import ConfigError, MC2Error, PeerRefusedError, PeerUnreachableError
 from vllm_mc2.protocol import PROTOCOL_VERSION, Introduction, Refusal
@@ -129,9 +130,10 @@ def test_a_socket_directory_that_others_may_enter(directory: Path, tmp_path: Pat
 
 
 def test_nobody_listens(directory: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(PeerUnreachableError, match=f"decode at 127.0.0.1:{port} cannot be reached"):
+    with (
+        refusing_port() as port,
+        pytest.raises(PeerUnreachableError, match=f"decode at 127.0.0.1:{port} cannot be reached"),
+    ):
         dial(port, directory, timeout_seconds=0.1)
 
 
@@ -143,21 +145,20 @@ def test_a_name_that_does_not_resolve(directory: Path) -> None:
 
 def test_decode_that_comes_later(directory: Path) -> None:
     """The two are started in any order."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     made: list[MC2Communicator] = []
-    thread = threading.Thread(target=lambda: made.append(dial(port, directory, timeout_seconds=WATCHDOG_SECONDS)))
-    thread.start()
-    wait_until(lambda: list(directory.glob("*.sock")))  # prefill is there, and finds nobody
-    with MC2Communicator(listen_port=port, socket_dir=str(directory)) as decode:
-        decode.accept(WATCHDOG_SECONDS)
-        thread.join(WATCHDOG_SECONDS)
-        made[0].close()
+    with own_ports(1) as (port,):
+        thread = threading.Thread(target=lambda: made.append(dial(port, directory, timeout_seconds=WATCHDOG_SECONDS)))
+        thread.start()
+        wait_until(lambda: list(directory.glob("*.sock")))  # prefill is there, and finds nobody
+        with MC2Communicator(listen_port=port, socket_dir=str(directory)) as decode:
+            decode.accept(WATCHDOG_SECONDS)
+            thread.join(WATCHDOG_SECONDS)
+            made[0].close()
 
 
 def test_nobody_accepts(decode: MC2Communicator, directory: Path) -> None:
     with pytest.raises(PeerUnreachableError, match=r"no answer in time; does it call accept\(\)\?"):
-        dial(decode, directory, timeout_seconds=0.1)
+        dial(decode, directory, timeout_seconds=1.0)
     # It has left its introduction there. Decode finds that it is gone, and goes on.
     connect(decode, directory).close()
 
@@ -185,7 +186,7 @@ def test_whoever_answers_is_no_decode(directory: Path, answer: bytes) -> None:
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(MC2Error):
-            dial(server.getsockname()[1], directory, timeout_seconds=5.0)
+            dial(server.getsockname()[1], directory, timeout_seconds=WATCHDOG_SECONDS)
         thread.join(WATCHDOG_SECONDS)
 
 

@@ -5,18 +5,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from examples.pair import free_ports
+import pytest
+
+from tests.support.ports import own_ports
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tensor-api.md").read_text()
 
 
+@pytest.mark.timeout(300)
 def test_the_two_programs_in_the_documentation_run_as_written(tmp_path: Path) -> None:
+    with own_ports(1) as (port,):
+        run_both(tmp_path, port)
+
+
+def run_both(tmp_path: Path, port: int) -> None:
     programs = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(programs) == 2
-    port = str(free_ports(1)[0])
     children = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", program.replace("5678", port)],
+            [sys.executable, "-W", "error", "-c", program.replace("5678", str(port))],
             stdout=subprocess.PIPE,
             text=True,
             env={"XDG_RUNTIME_DIR": str(tmp_path), "PATH": ""},
@@ -24,7 +31,7 @@ def test_the_two_programs_in_the_documentation_run_as_written(tmp_path: Path) ->
         for program in programs
     ]
     try:
-        said = [child.communicate(timeout=100)[0].strip() for child in children]
+        said = [child.communicate(timeout=250)[0].strip() for child in children]
     finally:
         for child in children:
             child.kill()

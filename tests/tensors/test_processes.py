@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.pair import free_ports
+from tests.support.ports import own_ports
 from tests.support.waiting import wait_until
 from tests.tensors import programs
 from tests.tensors.rig import (
@@ -62,13 +62,13 @@ def wait_for_reap(prefill: MC2Communicator, number: int) -> list[tuple[str, str]
 
 def test_as_the_article_writes_it(spawn: Spawn, directory: Path) -> None:
     """All defaults: the directory of the sockets is the user's."""
-    (port,) = free_ports(1)
-    prefill = spawn(programs.article_prefill, str(directory), port)
-    decode = spawn(programs.article_decode, str(directory), port)
-    assert decode.result() == {0: True, 1: True}
-    num_copies, ended = prefill.result()
-    assert num_copies == 4 and [reason for _, reason in ended] == ["released"]
-    assert (prefill.exit_code(), decode.exit_code()) == (0, 0)
+    with own_ports(1) as (port,):
+        prefill = spawn(programs.article_prefill, str(directory), port)
+        decode = spawn(programs.article_decode, str(directory), port)
+        assert decode.result() == {0: True, 1: True}
+        num_copies, ended = prefill.result()
+        assert num_copies == 4 and [reason for _, reason in ended] == ["released"]
+        assert (prefill.exit_code(), decode.exit_code()) == (0, 0)
     made = directory / "vllm-mc2"
     assert list(made.iterdir()) == [] and made.stat().st_mode & 0o777 == 0o700
     made.rmdir()
