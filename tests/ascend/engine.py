@@ -150,7 +150,7 @@ class Server:
 
     def wait_leases(self, wanted: int) -> int:
         """The number, once it is ``wanted``; a prefill reaps as it steps."""
-        wait_until(lambda: self.num_leases() == wanted or self.idle(1), f"{wanted} leases", timeout_seconds=10)
+        wait_until(lambda: self.num_leases() == wanted or self.idle(1), f"{wanted} leases", timeout_seconds=60)
         return self.num_leases()
 
     def way(self) -> str:
@@ -194,7 +194,7 @@ class Server:
 
     def wait_live(self, name: str, wanted: int) -> int:
         """What it counts, once that is ``wanted``."""
-        wait_until(lambda: self.live()[name] == wanted, f"{name}: {wanted}", timeout_seconds=10)
+        wait_until(lambda: self.live()[name] == wanted, f"{name}: {wanted}", timeout_seconds=60)
         return self.live()[name]
 
     def close(self) -> dict[str, int]:

@@ -5,15 +5,13 @@ Nothing is installed: torch_npu would otherwise load itself into every process t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.locking import alone
 from tests.unpacked import unpack_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,22 +26,13 @@ GREETING = "Warning: ASCEND_HOME_PATH"
 VARIANTS = {"newest": "lib", "8.5": "old", "8.3": "oldest"}
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Two test runs at once must not build or unpack the same thing."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with (BUILD / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def build_simulator() -> Path:
     """The folder with the built variants. Does nothing where they are up to date.
 
     Raises:
         subprocess.CalledProcessError: it cannot be built; the compiler has said why on standard error.
     """
-    with alone():
+    with alone(SIMULATOR):
         if not (SIMULATOR / "CMakeCache.txt").exists():
             configure = ["cmake", "-S", str(SOURCES), "-B", str(SIMULATOR), "-G", "Ninja"]
             subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
@@ -67,8 +56,7 @@ def unpack_torch_npu() -> Path:
     Raises:
         subprocess.CalledProcessError: the download fails.
     """
-    with alone():
-        return unpack_wheel(WHEEL, TORCH_NPU)
+    return unpack_wheel(WHEEL, TORCH_NPU)
 
 
 @dataclass(frozen=True)
@@ -94,7 +82,7 @@ class NpuEnvironment:
             **more,
         }
 
-    def run(self, code: str, *arguments: str, timeout_seconds: float = 100, **more: str) -> str:
+    def run(self, code: str, *arguments: str, timeout_seconds: float = 250, **more: str) -> str:
         """Standard output of a Python program; it must end well. torch_npu's own greeting is left out."""
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments],

@@ -57,7 +57,7 @@ class Nursery:
     def close(self) -> None:
         self._zygote.close()
         for process in self._fresh:
-            process.wait(20)
+            process.wait(60)
         self._log.close()
 
 
@@ -103,14 +103,14 @@ class EngineProcess:
 
     def kill(self) -> None:
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        assert self._is_over(10)
+        assert self._is_over(60)
         self._sock.close()
 
     def close(self) -> None:
         self._sock.close()
-        if not self._is_over(20):
+        if not self._is_over(60):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            assert self._is_over(10)
+            assert self._is_over(60)
         os.close(self._pidfd)
 
 

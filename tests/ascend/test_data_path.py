@@ -16,6 +16,8 @@ from tests.ascend.environment import ROOT, NpuEnvironment
 from tests.ascend.fleet import EngineProcess, Fleet, Nursery, prefill, prompt_of
 from tests.ascend.shapes import BLOCK_SIZE, SHAPES
 from tests.packaging.test_old_vllm import old_vllm
+from tests.support.locking import own_folder
+from tests.support.waiting import wait_until
 from vllm_mc2.channel import sweep_stale_sockets
 from vllm_mc2.cli.inspect import look
 
@@ -28,9 +30,9 @@ MakeFleet = Callable[..., Fleet]
 
 @pytest.fixture(scope="module")
 def nursery(npu_environment: NpuEnvironment, old_vllm: Path) -> Iterator[Nursery]:
-    logs = ROOT / "build" / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    nursery = Nursery(variables_of(npu_environment, old_vllm), logs / "ascend-engines.log")
+    logs = own_folder(ROOT / "build" / "logs" / "ascend")
+    logs.mkdir(exist_ok=True)
+    nursery = Nursery(variables_of(npu_environment, old_vllm), logs / "engines.log")
     yield nursery
     nursery.close()
 
@@ -161,20 +163,25 @@ def test_prefill_stops_first_and_decode_unmaps_before_it_ends(make_fleet: MakeFl
 COPY_US = 3_000_000
 
 
-def begin_slow_copy(producer: EngineProcess, consumer: EngineProcess, prompt: list[int]) -> None:
-    """The peer is mapped already, so the copies, of three seconds each, are under way a moment later."""
+def begin_slow_copy(producer: EngineProcess, consumer: EngineProcess, prompt: list[int], socket_dir: Path) -> None:
+    """The peer is mapped already, so the copies, of three seconds each, are under way a moment after the claim."""
     hand_over(producer, consumer, "warm", prompt_of(5))
     ticket = prefill(producer, "r", prompt)
     consumer.call("slow", COPY_US)
     consumer.begin("run", "r", prompt, ticket, 6)
-    time.sleep(0.5)
+
+    def is_claimed() -> bool:
+        return any(lease.state == "held" for engine in look(socket_dir).engines for lease in engine.leases)
+
+    wait_until(is_claimed, "decode's claim")
+    time.sleep(0.1)  # it may as well be in the middle of the first copy; the outcome is the same before that
 
 
 def test_prefill_is_killed_while_decode_copies(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     producer, consumer = fleet.start("kv_producer"), fleet.start("kv_consumer", MC2_ACL_SIM_LOST="1")
     num_free, prompt = consumer.call("num_free"), prompt_of(100)
-    begin_slow_copy(producer, consumer, prompt)
+    begin_slow_copy(producer, consumer, prompt, fleet.socket_dir)
     producer.kill()
     answer = consumer.answer()
     assert answer["is_right"] and answer["computed"] == len(prompt), answer
@@ -189,7 +196,7 @@ def test_what_was_read_from_a_dead_prefill_is_not_believed(make_fleet: MakeFleet
     fleet = make_fleet()
     producer, consumer = fleet.start("kv_producer"), fleet.start("kv_consumer")
     prompt = prompt_of(100)
-    begin_slow_copy(producer, consumer, prompt)
+    begin_slow_copy(producer, consumer, prompt, fleet.socket_dir)
     producer.kill()
     answer = consumer.answer()
     assert answer["is_right"] and answer["computed"] == len(prompt), answer
@@ -201,7 +208,7 @@ def test_decode_is_killed_while_it_copies(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     producer, victim = fleet.start("kv_producer"), fleet.start("kv_consumer")
     num_free = producer.call("num_free")
-    begin_slow_copy(producer, victim, prompt_of(100))
+    begin_slow_copy(producer, victim, prompt_of(100), fleet.socket_dir)
     victim.kill()
     consumer = fleet.start("kv_consumer")
     assert hand_over(producer, consumer, "next", prompt_of(70, 1))["params"]["mc2"]["way"] == "pull"
@@ -217,7 +224,7 @@ COPY_CALLS = ("aclrtCreateStream", "aclrtMemcpyAsync", "copy-task", "aclrtSynchr
 
 def test_each_injected_error_ends_one_hand_over_and_leaks_nothing(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
-    producer = fleet.start("kv_producer", MC2_TEST_EXTRA='{"offer_timeout_seconds": 2.0}')
+    producer = fleet.start("kv_producer", MC2_TEST_EXTRA='{"offer_timeout_seconds": 10.0}')
     consumer = fleet.start("kv_consumer")
     num_free = producer.call("num_free")
     # While the peer is being mapped, and afterwards.

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from fastapi import Request, Response
 
-from examples.pair import free_ports
 from tests.ascend.vllm_ascend_source import source
 from tests.proxy.fakes import DEADLINE_SECONDS, FakeServer, serving
+from tests.support.ports import own_ports
 from tests.support.waiting import wait_until
 from vllm_mc2.protocol import Ticket
 from vllm_mc2.ticket import TICKET_KEY, TcpAddress, parse_address, parse_ticket, ticket_params
@@ -85,7 +85,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         prefill, decode = Prefill(), Decode()
         for fake in (prefill, decode):
             fake.url = stack.enter_context(serving(fake.app()))
-        (port,) = free_ports(1)
+        (port,) = stack.enter_context(own_ports(1))
         command = [
             sys.executable, str(script), "--host", "127.0.0.1", "--port", str(port), "--max-retries", str(RETRIES),
             *host_arguments("prefiller", prefill.url), *host_arguments("decoder", decode.url),

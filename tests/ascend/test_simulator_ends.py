@@ -122,7 +122,7 @@ def test_owner_killed_in_the_middle_of_a_copy(start: Start) -> None:
     _, handle, size = mapped(exporter)
     imported, own = importer.reserve(size), importer.malloc(HUGE)
     importer.map(imported, size, importer.import_(exporter.export(handle)))
-    importer.set_copy_delay_us(300_000)
+    importer.set_copy_delay_us(3_000_000)
     importer.copy_async(own, imported, 64, D2D)
     time.sleep(0.05)
     exporter.kill()

@@ -270,19 +270,20 @@ def test_the_command_in_its_own_process(pair: Pair, directory: Path) -> None:
 
 
 def test_a_report_costs_the_engine_little(pair: Pair, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what it takes; a limit that no machine exceeds keeps it from getting out of hand."""
+    """Prints what it takes: less than a short prompt, and most of that in an engine that computes nothing."""
     producer, _ = pair
+    started = time.thread_time()
     tickets = [prefill(producer, f"r{index}", prompt_of(20, seed=index)) for index in range(8)]
-    assert len(tickets) == 8
+    per_prompt = (time.thread_time() - started) / len(tickets)
     path = producer.connector._prefill._server.path  # type: ignore[union-attr]
-    report = ask(path, 2.0)
+    report = ask(path, 60.0)
     assert isinstance(report, EngineReport)
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(50):
         producer.connector._inspector.report()  # type: ignore[union-attr]
-    per_report = (time.perf_counter() - started) / 50
+    per_report = (time.thread_time() - started) / 50
     with capsys.disabled():
-        print(f"\na report of 8 leases: {per_report * 1e6:.0f} us")
-    assert per_report < 0.05
+        print(f"\na report of 8 leases: {per_report * 1e6:.0f} us; a prompt: {per_prompt * 1e6:.0f} us")
+    assert per_report < per_prompt, (per_report, per_prompt)
     assert cli.main(["inspect", "--socket-dir", str(directory)]) == 0
     assert capsys.readouterr().out.count("offered") == 8

@@ -413,7 +413,7 @@ def shared_memory() -> set[str]:
 
 
 def test_d21_nothing_is_left_that_could_be_found_by_name(pair: Pair, tmp_path: Path) -> None:
-    """Pools and tables are anonymous: nothing that we map or have open has a name, and sockets are swept when their owner is dead.
+    """Pools and tables are anonymous: nothing that we map or have open has a name; sockets are swept when their owner is dead.
 
     That nothing is there besides is shown with processes that have a /dev/shm of their own (tests/ipc/test_d21_leftovers.py).
     """

@@ -1,7 +1,6 @@
 """Prefill and decode that share no directory: control by TCP, blocks by Mooncake, over the loopback interface."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from tests.network.conftest import needs_mooncake
 from tests.network.relay import Relay
 from tests.support.fake_model import expected_tokens, prompt_of
 from tests.support.waiting import wait_until
+from tests.support.ports import own_ports
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError, TransportError
 from vllm_mc2.network.secret import address_proof
@@ -29,7 +29,7 @@ pytestmark = needs_mooncake
 SECRET = "0123456789abcdef0123456789abcdef"
 OTHER_SECRET = "fedcba9876543210fedcba9876543210"
 ADDRESS_VARIABLE = "MC2_TEST_ADDRESS"
-FAR: dict[str, Any] = {"tcp_secret": SECRET, "tcp_timeout_seconds": 1.0}
+FAR: dict[str, Any] = {"tcp_secret": SECRET, "tcp_timeout_seconds": 3.0}
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_request_that_is_aborted_while_it_waits(producer: RigEngine, consumer:
 def test_a_request_that_is_aborted_while_its_blocks_are_read(producer: RigEngine, consumer: RigEngine) -> None:
     hand_over(producer, consumer, "first")
     is_reading, go_on = threading.Event(), threading.Event()
-    meddle(consumer, before=lambda: (is_reading.set(), go_on.wait(20), None)[2])
+    meddle(consumer, before=lambda: (is_reading.set(), go_on.wait(60), None)[2])
     prompt = prompt_of(60, seed=5)
     consumer.add("r", prompt, prefill(producer, "r", prompt))
     wait_until(lambda: consumer.step() >= 0 and is_reading.is_set())
@@ -325,18 +325,22 @@ def test_an_address_that_cannot_be_listened_on_stops_the_start(make_engine: Make
 
 
 def test_data_parallel_ranks_have_neighbouring_ports(make_engine: MakeEngine, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1] - 1
-    with mock.patch.object(compat, "data_parallel_rank", return_value=1):
+    with own_ports(1) as (free,), mock.patch.object(compat, "data_parallel_rank", return_value=1):
+        port = free - 1
         producer = make_engine("kv_producer", extra={**FAR, "tcp_address": "127.0.0.1", "tcp_port": port})
-    assert prefill(producer, "r", prompt_of(40))["remote_port"] == port + 1
+        assert prefill(producer, "r", prompt_of(40))["remote_port"] == port + 1
+
+
+@pytest.fixture
+def own_port() -> Iterator[int]:
+    with own_ports(1) as (port,):
+        yield port
 
 
 def test_a_prefill_that_restarts_on_its_port_is_another(
-    make_engine: MakeEngine, consumer: RigEngine, tmp_path: Path
+    make_engine: MakeEngine, consumer: RigEngine, own_port: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        near = {**FAR, "tcp_address": "127.0.0.1", "tcp_port": free.getsockname()[1]}
+    near = {**FAR, "tcp_address": "127.0.0.1", "tcp_port": own_port}
     first = make_engine("kv_producer", extra=near)
     hand_over(first, consumer, "first")
     prompt = prompt_of(60, seed=4)
@@ -374,7 +378,7 @@ def lose_one_and_go_on(producer: RigEngine, consumer: RigEngine, relay: Relay, p
 def test_cut_before_the_first_word(
     producer: RigEngine, make_consumer: Callable[..., RigEngine], relay: Relay, policy: str
 ) -> None:
-    consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
+    consumer = make_consumer(policy, handshake_timeout_seconds=5.0)
     prompt = prompt_of(40)
     relay.cut()
     consumer.add("r", prompt, through(relay, prefill(producer, "r", prompt)))
@@ -386,7 +390,7 @@ def test_cut_before_the_first_word(
 def test_cut_while_the_claim_is_on_its_way(
     producer: RigEngine, make_consumer: Callable[..., RigEngine], relay: Relay, policy: str
 ) -> None:
-    consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
+    consumer = make_consumer(policy, handshake_timeout_seconds=5.0)
     meet(producer, consumer, relay)
     relay.cut()
     prompt = prompt_of(40)
@@ -402,7 +406,7 @@ def test_cut_while_blocks_are_read(
     producer: RigEngine, make_consumer: Callable[..., RigEngine], relay: Relay, policy: str
 ) -> None:
     """Prefill takes its blocks back; decode believes nothing that came."""
-    consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
+    consumer = make_consumer(policy, handshake_timeout_seconds=5.0)
     meet(producer, consumer, relay)
 
     def cut() -> None:
@@ -417,7 +421,7 @@ def test_cut_after_the_read_and_before_it_is_believed(
     producer: RigEngine, make_consumer: Callable[..., RigEngine], relay: Relay, policy: str
 ) -> None:
     """All bytes are here. But nobody can say whether prefill's blocks were still the same, so they do not count."""
-    consumer = make_consumer(policy, handshake_timeout_seconds=1.0)
+    consumer = make_consumer(policy, handshake_timeout_seconds=5.0)
     meet(producer, consumer, relay)
     meddle(consumer, after=relay.cut)
     lose_one_and_go_on(producer, consumer, relay, policy)
@@ -549,6 +553,7 @@ def test_inspect_shows_where_the_other_host_is(producer: RigEngine, consumer: Ri
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("address", ["::1", "localhost"])
 def test_ipv6_and_names(address: str) -> None:
     """In a process of its own, since Mooncake speaks one version of IP in each."""

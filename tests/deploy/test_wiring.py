@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from examples.pair import free_ports
 from tests.deploy import pair
 from tests.deploy.places import COMPOSE, DEPLOY, ROOT
+from tests.support.ports import own_ports
 
 TWO = DEPLOY / "kubernetes" / "two-pods"
 
@@ -94,22 +94,26 @@ def test_the_volume_of_compose_belongs_to_the_containers_user() -> None:
 
 def test_the_proxys_command_starts_a_proxy_that_its_probe_finds_well() -> None:
     """The container's own arguments; only its port, and the address that it listens on, are ours."""
-    (port,) = free_ports(1)
+    with own_ports(1) as (port,):
+        start_and_probe(port)
+
+
+def start_and_probe(port: int) -> None:
     proxy = pair.load(DEPLOY, "compose")["proxy"]
     own = [*proxy.argv[2:], f"--port={port}", "--host=127.0.0.1"]
     probe = pair.compose_file(DEPLOY / COMPOSE)["services"]["proxy"]["healthcheck"]["test"]
     assert probe[:3] == ["CMD", "python", "-c"]
     asks = [sys.executable, "-c", probe[3].replace(":8000/", f":{port}/")]
-    assert subprocess.run(asks, check=False, capture_output=True, timeout=30).returncode != 0  # nobody there yet
+    assert subprocess.run(asks, check=False, capture_output=True, timeout=60).returncode != 0  # nobody there yet
     command = [sys.executable, str(ROOT / "examples" / "proxy.py"), *own]
     # One that cannot import from this checkout: in the image it has only its own file.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(command, cwd=Path("/"), env=environment, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
-        while (done := subprocess.run(asks, check=False, capture_output=True, timeout=30)).returncode != 0:
+        while (done := subprocess.run(asks, check=False, capture_output=True, timeout=60)).returncode != 0:
             assert process.poll() is None, "the proxy ended"
             assert time.monotonic() < deadline, done.stderr
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)

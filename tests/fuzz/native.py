@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.fuzz.campaign import ROOT
+from tests.support.locking import alone
 
 WHAT = {
     "native-open": "LeaseReader: segments that somebody else made",
@@ -35,6 +36,11 @@ def fuzzer_archive() -> Path:
 
 def build() -> None:
     """Build the fuzzer, unless it is there and nothing has changed."""
+    with alone(BINARY.parents[2]):
+        _build()
+
+
+def _build() -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command in (
         ["cmake", "--preset", "fuzz", f"-DMC2_FUZZER_ARCHIVE={fuzzer_archive()}"],

@@ -67,10 +67,11 @@ def ticket_seeds() -> Sequence[bytes]:
 
 
 def _secret_file() -> str:
-    path = os.path.join(tempfile.gettempdir(), f"mc2-fuzz-secret-{os.getuid()}")
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+    # At once, whole and ours: other processes may be reading the one that is there.
+    with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(SECRET_FILE), delete=False) as file:
         file.write("correct horse battery staple")
-    return path
+    os.replace(file.name, SECRET_FILE)
+    return SECRET_FILE
 
 
 SECRET_FILE = os.path.join(tempfile.gettempdir(), f"mc2-fuzz-secret-{os.getuid()}")

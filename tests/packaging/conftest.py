@@ -8,9 +8,13 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.locking import own_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "examples" / "setup"
-WORK = ROOT / "build" / "wheels"
+WORK = own_folder(ROOT / "build" / "wheels")
+"""Tests look into it after the build, so it cannot be another process's too."""
+
 TAG = "cp311-abi3-manylinux_2_28_"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "installed"
 RUNS = (["tests/native", "tests/unit", "tests/ipc", "tests/tensors"], ["tests/connector"])
-LEFT_OUT = (".git", ".venv", ".ci", ".*_cache", "build", "dist", "vllm_mc2", "__pycache__")
+LEFT_OUT = (".git", ".venv", ".ci", ".*_cache", ".hypothesis", "build", "dist", "vllm_mc2", "__pycache__")
 # What would bring the source back, or change what is tested.
 UNSET = ("PYTHONPATH", "PYTHONHOME", "PYTEST_ADDOPTS")
 

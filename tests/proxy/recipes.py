@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import httpx
 
-from examples.pair import Server, free_ports
+from examples.pair import Server
 from tests.ascend.vllm_ascend_source import source as ascend_source
 from tests.sources import unpack_source
+from tests.support.ports import own_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "routers.md"
@@ -22,7 +23,7 @@ VLLM = "vllm-0.32.0"
 VLLM_SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
 TOY_PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 
-READY_SECONDS = 60.0
+READY_SECONDS = 120.0
 PREFILL_PORT, DECODE_PORT, ROUTER_PORT, METRICS_PORT = 8100, 8200, 8000, 29000
 """As they stand in the document."""
 PORTS = re.compile(r"\b(?:8100|8200|8000|29000)\b")
@@ -88,7 +89,13 @@ PLACES: dict[str, Callable[[], Path]] = {
 @contextmanager
 def running(heading: str, prefill_port: int, decode_port: int, log_dir: Path) -> Iterator[Server]:
     """The router of a recipe, started as the document says, in front of these two servers; ended at once afterwards."""
-    port, metrics_port = free_ports(2)
+    with own_ports(2) as (port, metrics_port):
+        yield from _running(heading, prefill_port, decode_port, log_dir, port, metrics_port)
+
+
+def _running(
+    heading: str, prefill_port: int, decode_port: int, log_dir: Path, port: int, metrics_port: int
+) -> Iterator[Server]:
     ports = {PREFILL_PORT: prefill_port, DECODE_PORT: decode_port, ROUTER_PORT: port, METRICS_PORT: metrics_port}
     router = ROUTERS[heading]
     # No proxy of this machine between the router and the servers.

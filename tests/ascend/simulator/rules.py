@@ -13,7 +13,9 @@ from tests.ascend.simulator.bindings import (
 Start = Callable[..., Process]
 
 INVALID = 107000
-SLOW = {"MC2_ACL_SIM_COPY_DELAY_US": "150000"}
+SLOW = {"MC2_ACL_SIM_COPY_DELAY_US": "1000000"}
+"""A copy takes longer than it takes a busy machine to ask whether it is over."""
+
 PAGE = 4096
 SEGV = -11
 
