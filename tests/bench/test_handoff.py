@@ -25,7 +25,9 @@ COMMAND = [
 KEYS = {
     "way", "kv_bytes", "batch", "median_us", "p10_us", "p90_us", "metadata_bytes", "receiver_kv_bytes", "verified",
 }  # fmt: skip
-TIMEOUT_SECONDS = 100
+TIMEOUT_SECONDS = 280
+
+pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS + 20)
 
 
 def leftovers(tmp_path: Path) -> list[str]:
@@ -161,7 +163,7 @@ def test_the_workers_end_with_the_command(number: signal.Signals, environment: d
         process.communicate(timeout=TIMEOUT_SECONDS)
     finally:
         process.kill()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
 
 

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.support.family import family
 from vllm_mc2.bench.serve.client import RequestError
 from vllm_mc2.bench.serve.fleet import Fleet, System
 from vllm_mc2.bench.serve.footprint import idle_cores, memory_bytes
@@ -21,7 +22,7 @@ from vllm_mc2.bench.serve.systems import Nothing
 from vllm_mc2.bench.servers import Server, ServerError, free_ports, kv_transfer_config
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 
 # A server with a child, which has a child; each writes the time to its own file all the time.
 TREE = """
@@ -82,7 +83,7 @@ def test_a_paused_server_gets_its_sigterm(tmp_path: Path) -> None:
     mark = tmp_path / "ended"
     code = (
         f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(mark)!r}, 'w').close(), sys.exit(0)));"
-        f"open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
+        f"open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(600)"
     )
     with Server("dummy", [sys.executable, "-c", code], 1, log_dir=tmp_path) as server:
         wait_until((tmp_path / "up").exists, "it is up")
@@ -139,12 +140,12 @@ def test_cpu_and_memory_of_a_tree(tmp_path: Path) -> None:
         "if os.fork() == 0: os.close(f); [m[i] for i in range(0, 32 << 20, 4096)]; up = 'child'\n"
         "else: up = 'parent'\n"
         f"open({str(tmp_path)!r} + '/' + up, 'w').close(); t = time.monotonic()\n"
-        "while time.monotonic() < t + 60: pass"
+        "while time.monotonic() < t + 600: pass"
     )
     with Server("dummy", [sys.executable, "-c", code], 1, log_dir=tmp_path) as server:
         wait_until(lambda: (tmp_path / "child").exists() and (tmp_path / "parent").exists(), "both are up")
         assert 32 << 20 < memory_bytes([server]) < 60 << 20
-        assert idle_cores([server], 0.5) > 0.05
+        wait_until(lambda: idle_cores([server], 0.5) > 0.05, "it is seen to use the processor")
         server.pause()
         assert idle_cores([server], 0.3) == 0.0
     assert memory_bytes([server]) == 0
@@ -172,9 +173,9 @@ def test_ports_and_configs() -> None:
 # Everything, with a model that computes nothing to speak of.
 
 
-def servers_of(scratch: Path) -> list[psutil.Process]:
+def servers_of(running: "subprocess.Popen[str]", scratch: Path) -> list[psutil.Process]:
     found = []
-    for process in psutil.process_iter():
+    for process in psutil.Process(running.pid).children(recursive=True):
         try:
             if str(scratch) in " ".join(process.cmdline()):
                 found.append(process)
@@ -184,7 +185,7 @@ def servers_of(scratch: Path) -> list[psutil.Process]:
 
 
 def bench(tiny_model: Path, folder: Path) -> subprocess.Popen[str]:
-    """The real command on a copy of the model, so that its servers can be told from others."""
+    """The real command on a copy of the model, so that its servers can be told. It fails if it leaves processes behind."""
     model = folder / "model"
     model.mkdir()
     for file in tiny_model.iterdir():
@@ -201,7 +202,7 @@ def bench(tiny_model: Path, folder: Path) -> subprocess.Popen[str]:
     quiet = ROOT / "examples" / "setup" / "quiet"
     search = os.pathsep.join(filter(None, [str(quiet), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, "-c", code, *argv],
+        family([sys.executable, "-c", code, *argv]),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -212,10 +213,10 @@ def bench(tiny_model: Path, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
     with bench(tiny_model, tmp_path) as running:
-        text, _ = running.communicate(timeout=500)
+        text, _ = running.communicate(timeout=1100)
     assert running.returncode == 0, text
     results = msgspec.json.decode((tmp_path / "result.json").read_bytes(), type=Results)
     assert results.left_out == []
@@ -226,7 +227,6 @@ def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
     assert results.handoffs[0].kv_bytes_not_copied > 0
     assert {row.system for row in results.throughput} == {row.system for row in results.idle_cpu} == {"none", "mc2"}
     assert "checks" in text
-    assert servers_of(tmp_path) == []
 
 
 @pytest.mark.e2e
@@ -235,11 +235,10 @@ def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
 def test_an_interrupted_run_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     with bench(tiny_model, tmp_path) as running:
         try:
-            wait_until(lambda: len(servers_of(tmp_path)) >= 5, "servers are starting")
+            wait_until(lambda: len(servers_of(running, tmp_path)) >= 5, "servers are starting")
             running.send_signal(signal.SIGINT)
-            text, _ = running.communicate(timeout=100)
+            text, _ = running.communicate(timeout=200)
         finally:
             running.kill()
     assert running.returncode == 1 or running.returncode == 130, text
     assert "interrupted" in text
-    assert servers_of(tmp_path) == []

@@ -17,7 +17,7 @@ from tests.chaos.tally import Tally
 from tests.support.fake_model import expected_tokens, prompt_of_family
 from tests.support.processes import Message
 
-ROUND_SECONDS = 30.0
+ROUND_SECONDS = 90.0
 SLEEPER_WAIT_SECONDS = 0.05
 _PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 

@@ -172,7 +172,7 @@ class Fleet:
         for member in self.alive:
             member.may_end = True
             member.signal(signal.SIGKILL)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.alive and time.monotonic() < deadline:
             self.pump(0.1)
         self.end_orphans()

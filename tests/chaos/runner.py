@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tests.chaos.drive import Drive
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import Fleet, Member
 from tests.chaos.footprint import footprint
 from tests.chaos.plan import Job, MemberSpec, Plan, Send, make_plan
 from tests.chaos.points import ALL_POINTS
 from tests.chaos.settle import Costs, Settle
 from tests.chaos.tally import Kind, Tally
+
+REST_LOOKS = 25
 
 _PLAIN = MemberSpec(64, "recompute", 512, 10.0, None, True, "auto")
 CALIBRATION = Plan(
@@ -77,10 +79,7 @@ class Runner:
             member = self._fleet.start(name, spec)
             while member.baseline is None and member.alive:
                 self._fleet.pump(1.0)
-            time.sleep(0.2)
-            found = footprint(member.pid)
-            if found is not None:
-                idle[name[0]] = found.fds, found.threads
+            idle[name[0]] = self._rest(member)
         drive = Drive(self._fleet, CALIBRATION, self.tally, self._log)
         settle = Settle(drive, None)
         if not (drive.run() and settle.run()) or self.tally.problems:
@@ -89,6 +88,17 @@ class Runner:
         self._log(f"descriptors and threads: {self._costs.idle} of idle engines, {self._costs.session} per session")
         self._fleet.kill_all()
         return True
+
+    def _rest(self, member: Member) -> tuple[int, int]:
+        """Its descriptors and threads, once they have not changed for a while."""
+        same: list[tuple[int, int]] = []
+        while member.alive and len(same) < REST_LOOKS:
+            self._fleet.pump(0.02)
+            found = footprint(member.pid)
+            if found is not None:
+                now = found.fds, found.threads
+                same = [*same, now] if same[-1:] == [now] else [now]
+        return same[-1] if same else (0, 0)
 
     def _run_round(self, plan: Plan) -> bool:
         tally, before = self.tally, len(self.tally.problems)

@@ -13,9 +13,9 @@ from tests.chaos.footprint import INDEX, LEDGER, POOL, Footprint, footprint, ope
 from tests.support.processes import Message
 from vllm_mc2.channel import sweep_stale_sockets
 
-SETTLE_SECONDS = 20.0
-IDLE_SECONDS = 10.0
-ANSWER_SECONDS = 10.0
+SETTLE_SECONDS = 60.0
+IDLE_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 _CLEAN = {"used_blocks": 0, "book": 0, "requests": [], "known": []}
 
 

@@ -18,13 +18,15 @@ FETCHED = {
     ("source", "srcset"), ("object", "data"), ("embed", "src"), ("video", "src"), ("audio", "src"), ("track", "src"),
     ("use", "href"), ("image", "href"),
 }  # fmt: skip
+pytestmark = pytest.mark.timeout(300)  # some build a site
+
 DOCS_LINE = re.compile(r"^(WARNING|ERROR|CRITICAL)", re.MULTILINE)
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(site)],
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
 

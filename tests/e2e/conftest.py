@@ -5,9 +5,11 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
@@ -15,8 +17,13 @@ import pytest
 
 from examples.pair import Server, kv_transfer_config, proxy_server
 from tests.support.servers import vllm_server
+from examples import pair
+from examples.pair import Server, kv_transfer_config, proxy_server, vllm_server
+from tests.support.locking import own_folder
+from tests.support.ports import own_ports
+from vllm_mc2.bench import servers as bench_servers
 
-LOG_DIR = Path(__file__).resolve().parents[2] / "build" / "logs" / "e2e"
+LOG_DIR = own_folder(Path(__file__).resolve().parents[2] / "build" / "logs" / "e2e")
 VOCABULARY = 49_000
 MAX_TOKENS = 12
 
@@ -134,6 +141,19 @@ def footprint(server: Server) -> dict[str, int]:
 def processes_named(server: Server, part: str) -> list[psutil.Process]:
     """The server's processes whose title contains ``part`` (vLLM sets titles: EngineCore, Worker)."""
     return [process for process in server.processes() if part in " ".join(process.cmdline())]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ports() -> Iterator[None]:
+    """Servers listen many seconds after their port was chosen: until the end of the session nobody else gets it."""
+    with ExitStack() as stack:
+
+        def take(count: int) -> list[int]:
+            return stack.enter_context(own_ports(count))
+
+        for module in (pair, bench_servers):
+            stack.enter_context(mock.patch.object(module, "free_ports", take))
+        yield
 
 
 @pytest.fixture(scope="session")

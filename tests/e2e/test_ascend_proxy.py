@@ -9,16 +9,21 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from examples.pair import free_ports
 from tests.ascend.vllm_ascend_source import source
 from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
+from tests.support.ports import own_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def proxy(rig: Rig) -> Iterator[str]:
-    (port,) = free_ports(1)
+def port() -> Iterator[int]:
+    with own_ports(1) as (port,):
+        yield port
+
+
+@pytest.fixture
+def proxy(rig: Rig, port: int) -> Iterator[str]:
     prefill, decode = urlsplit(rig.prefill.url), urlsplit(rig.decode.url)
     script = source() / "examples" / "disaggregated_prefill_v1" / "load_balance_proxy_server_example.py"
     command = [

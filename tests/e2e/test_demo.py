@@ -6,13 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.locking import alone
+
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+RESULT = ROOT / "build" / "demo.json"
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 COLUMNS = {
     "name",
     "prompt_tokens",
@@ -25,6 +29,13 @@ COLUMNS = {
     "equal",
     "text",
 }
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Every demo of this checkout writes its result, and its servers' logs, to the same place."""
+    with alone(RESULT):
+        yield
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -53,14 +64,15 @@ def test_the_demo_ends_well_and_says_so() -> None:
             lines.append(line)
             if "ready after" in line:
                 seen += descendants(demo)
-        assert demo.wait(timeout=60) == 0, "".join(lines[-60:])
+        assert demo.wait(timeout=120) == 0, "".join(lines[-60:])
     assert len({process.pid for process in seen}) >= 10  # four servers, most of several processes
     assert_gone(seen)
-    result = json.loads((ROOT / "build" / "demo.json").read_text())
+    result = json.loads(RESULT.read_text())
     assert result["ok"] is True
     assert {request["name"] for request in result["requests"]} >= {"short", "long", "chat", "stream"}
     for request in result["requests"]:
         assert set(request) == COLUMNS
+        assert request["handoff_us"] > 0
         assert request["way"] == "attach" and request["equal"] and request["text"].strip()
     long = next(request for request in result["requests"] if request["name"] == "long")
     assert long["blocks_attached"] >= 7 and long["kv_bytes_not_copied"] > 40_000_000
@@ -73,7 +85,7 @@ def test_two_workers_on_either_side_that_copy() -> None:
         text, _ = demo.communicate(timeout=500)
     assert demo.returncode == 0, text[-6000:]
     assert "all equal, all pulled" in text
-    result = json.loads((ROOT / "build" / "demo.json").read_text())
+    result = json.loads(RESULT.read_text())
     for request in result["requests"]:
         assert request["way"] == "pull" and request["equal"]
         assert request["blocks_attached"] == request["kv_bytes_not_copied"] == 0 < request["kv_bytes_copied"]
@@ -82,7 +94,7 @@ def test_two_workers_on_either_side_that_copy() -> None:
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind() -> None:
     with start() as demo:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while len(descendants(demo)) < 6 and time.monotonic() < deadline:
             time.sleep(0.2)
         seen = descendants(demo)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Rig, processes_named, prompt_of
+from tests.support.waiting import wait_until
 from vllm_mc2.channel import peer_credentials
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -81,8 +82,15 @@ def test_an_idle_prefill_does_not_step_while_decode_runs(rig: Rig) -> None:
     """It holds a lease all the time. Its engine core sleeps: no step, so nearly no CPU and no context switches."""
     prompt = prompt_of(1000, seed=4)
     ticket = rig.ticket(prompt)
-    time.sleep(3)  # vLLM's queue readers spin for a while after each message
     (engine,) = processes_named(rig.prefill, "EngineCore")
+
+    def is_asleep() -> bool:
+        """vLLM's queue readers spin for a while after each message."""
+        before = sum(engine.cpu_times()[:2])
+        time.sleep(1)
+        return sum(engine.cpu_times()[:2]) - before < 0.05
+
+    wait_until(is_asleep, "the engine's rest")
     before, switches = sum(engine.cpu_times()[:2]), engine.num_ctx_switches().voluntary
     started = time.monotonic()
     answer = rig.complete(rig.decode.url, prompt, 1000, kv_transfer_params=ticket)

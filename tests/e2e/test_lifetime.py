@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from examples.pair import Server, free_ports, kv_transfer_config
+from examples.pair import Server, kv_transfer_config, vllm_server
 from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
 from tests.e2e.test_in_place import pool_mappings, worker_of
+from tests.support.ports import own_ports
 from tests.support.servers import vllm_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -37,10 +38,10 @@ def with_engine_id(config: str, engine_id: str) -> str:
 class Mortals:
     """A prefill and a decode that tests may kill; the prefill comes back on the same port with the same engine id."""
 
-    def __init__(self, rig: Rig, model: Path) -> None:
+    def __init__(self, rig: Rig, model: Path, port: int) -> None:
         self._rig = rig
         self._model = model
-        self._port = free_ports(1)[0]
+        self._port = port
         self.prefill = self._start_prefill("mortal-prefill")
         extra = {"socket_dir": str(rig.socket_dir), "report_in_response": True}
         self._decode_config = kv_transfer_config("kv_consumer", extra=extra)
@@ -78,14 +79,15 @@ class Mortals:
 
 @pytest.fixture(scope="module")
 def mortals(rig: Rig, tiny_model: Path) -> Iterator[Mortals]:
-    mortals = Mortals(rig, tiny_model)
-    try:
-        for server in (mortals.prefill, mortals.decode):
-            server.wait_ready()
-        yield mortals
-    finally:
-        mortals.decode.close()
-        mortals.prefill.close()
+    with own_ports(1) as (port,):
+        mortals = Mortals(rig, tiny_model, port)
+        try:
+            for server in (mortals.prefill, mortals.decode):
+                server.wait_ready()
+            yield mortals
+        finally:
+            mortals.decode.close()
+            mortals.prefill.close()
 
 
 def stream(

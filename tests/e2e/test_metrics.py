@@ -83,7 +83,7 @@ def test_a_stopped_engine_does_not_stop_its_metrics(rig: Rig) -> None:
 @pytest.fixture
 def two_servers(rig: Rig, tiny_model: Path) -> Iterator[Server]:
     """One prefill engine behind two API server processes, which share their values through files."""
-    config = kv_transfer_config("kv_producer", extra={"socket_dir": str(rig.socket_dir), "offer_timeout_seconds": 8.0})
+    config = kv_transfer_config("kv_producer", extra={"socket_dir": str(rig.socket_dir), "offer_timeout_seconds": 20.0})
     server = vllm_server(
         "prefill-two-api", tiny_model, kv_config=config, arguments=["--api-server-count", "2"], log_dir=LOG_DIR
     )

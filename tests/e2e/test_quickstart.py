@@ -8,16 +8,18 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from examples.pair import QUIET, VLLM_ENVIRONMENT, Server, free_ports
+from examples.pair import QUIET, VLLM_ENVIRONMENT, Server
 from tests.docs.pages import ROOT, block_of, blocks
 from tests.docs.test_commands import shell
 from tests.e2e.conftest import LOG_DIR
+from tests.support.ports import own_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -57,14 +59,15 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tiny_model: Path, tmp_path: Path) -> Reader:
+def reader(tiny_model: Path, tmp_path: Path) -> Iterator[Reader]:
     environment = {
         **VLLM_ENVIRONMENT,
         "XDG_RUNTIME_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(QUIET), os.environ.get("PYTHONPATH")])),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    return Reader(tiny_model, dict(zip(PORTS, free_ports(len(PORTS)), strict=True)), environment, set())
+    with own_ports(len(PORTS)) as ports:
+        yield Reader(tiny_model, dict(zip(PORTS, ports, strict=True)), environment, set())
 
 
 def test_the_quickstart_for_one_host(reader: Reader) -> None:

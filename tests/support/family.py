@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 LEFT_BEHIND = 98
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def family(command: list[str]) -> list[str]:
@@ -33,8 +33,11 @@ def _children() -> list[int]:
 
 def main(command: list[str]) -> int:
     """The exit status."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    child = subprocess.Popen(command)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Whoever kills this process kills the command. There is one thread here, so something may run before it.
+    die_too = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # noqa: E731
+    child = subprocess.Popen(command, preexec_fn=die_too)  # noqa: PLW1509
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: child.send_signal(number))
     status = child.wait()
