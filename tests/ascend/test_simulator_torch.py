@@ -7,7 +7,7 @@ import pytest
 
 from tests.ascend.environment import NpuEnvironment
 
-# Real tensors of torch_npu on the simulator
+pytestmark = pytest.mark.timeout(300)  # two processes import torch and torch_npu
 
 TENSORS = """
 import sys, torch, torch_npu
@@ -109,9 +109,9 @@ def test_tensors_here_and_in_another_process(npu_environment: NpuEnvironment, al
     try:
         assert owner.stdout is not None
         handle = next(line.split()[1] for line in owner.stdout if line.startswith("handle "))
-        imported, _ = user.communicate(f"{handle}\n", timeout=60)
+        imported, _ = user.communicate(f"{handle}\n", timeout=250)
         assert imported.splitlines()[-1] == "equal"
-        owner.communicate("done\n", timeout=60)
+        owner.communicate("done\n", timeout=250)
         assert (owner.returncode, user.returncode) == (0, 0)
     finally:
         for process in (owner, user):

@@ -45,7 +45,7 @@ def run_child(
     """``vllm-mc2`` in a process of its own, after ``prelude``."""
     command = [sys.executable, "-c", CHILD.format(prelude=prelude), *arguments]
     environment = {**os.environ, **(env or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
 
 
 def doctor_child(*arguments: str, prelude: str = "", env: dict[str, str] | None = None) -> Named:

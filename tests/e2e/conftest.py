@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ import httpx
 import psutil
 import pytest
 
-from examples.pair import Server, kv_transfer_config, proxy_server
-from tests.support.servers import vllm_server
 from examples import pair
-from examples.pair import Server, kv_transfer_config, proxy_server, vllm_server
+from examples.pair import Server, kv_transfer_config, proxy_server
 from tests.support.locking import own_folder
 from tests.support.ports import own_ports
+from tests.support.servers import vllm_server
 from vllm_mc2.bench import servers as bench_servers
 
 LOG_DIR = own_folder(Path(__file__).resolve().parents[2] / "build" / "logs" / "e2e")

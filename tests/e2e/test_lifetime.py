@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from examples.pair import Server, kv_transfer_config, vllm_server
+from examples.pair import Server, kv_transfer_config
 from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
 from tests.e2e.test_in_place import pool_mappings, worker_of
 from tests.support.ports import own_ports

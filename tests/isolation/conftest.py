@@ -191,7 +191,7 @@ class Nursery:
 def why_no_containers() -> str | None:
     """Found by trying, in a process of its own."""
     command = [sys.executable, "-m", "tests.isolation.namespaces"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     return done.stdout.strip() or (done.stderr[-500:] if done.returncode else None)
 
 

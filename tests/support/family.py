@@ -36,7 +36,7 @@ def main(command: list[str]) -> int:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # Whoever kills this process kills the command. There is one thread here, so something may run before it.
-    die_too = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # noqa: E731
+    die_too = lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     child = subprocess.Popen(command, preexec_fn=die_too)  # noqa: PLW1509
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: child.send_signal(number))

@@ -21,7 +21,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 400.0
 """Until a zygote has imported everything on a busy machine."""
-END_SECONDS = 30.0
+END_SECONDS = 90.0
 MAX_PACKET_BYTES = 1 << 17
 MAX_FDS = 32
 CRASHED = 70

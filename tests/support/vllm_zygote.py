@@ -40,7 +40,7 @@ PRELOADED = (
     "transformers.models.llama",
     "vllm_mc2.connector.connector",
 )
-READ_AT_IMPORT = ("PYTHONPATH", "OMP_", "MKL_", "OPENBLAS_", "LD_", "HF_HUB_", "VLLM_LOGGING_", "PROMETHEUS_")
+READ_AT_IMPORT = ("PYTHONPATH", "OMP_", "MKL_", "OPENBLAS_", "HF_HUB_", "VLLM_LOGGING_", "PROMETHEUS_")
 """Beginnings of the names of variables that libraries read when they are imported."""
 NUM_SPARES = 4
 """A server has two to five children, an engine core one or two."""
