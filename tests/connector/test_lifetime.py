@@ -19,9 +19,7 @@ from tests.connector.rig import (
     MakeEngine,
     RigEngine,
     assert_clean,
-    expected_tokens,
     prefill,
-    prompt_of,
     step_until_running,
 )
 from tests.support.descriptors import open_descriptors

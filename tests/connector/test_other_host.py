@@ -17,8 +17,8 @@ from tests.connector.rig import MakeEngine, RigEngine, assert_clean, prefill
 from tests.network.conftest import needs_mooncake
 from tests.network.relay import Relay
 from tests.support.fake_model import expected_tokens, prompt_of
-from tests.support.waiting import wait_until
 from tests.support.ports import own_ports
+from tests.support.waiting import wait_until
 from vllm_mc2.connector import compat
 from vllm_mc2.errors import ConfigError, TransportError
 from vllm_mc2.network.secret import address_proof

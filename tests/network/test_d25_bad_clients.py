@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.network.conftest import Connect, Lender, wait_until
+from tests.network.conftest import Connect, Lender
 from tests.support.descriptors import assert_none_new, open_descriptors
 from tests.support.waiting import wait_until
 from vllm_mc2.network import lender as lender_module

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.network.conftest import HELLO, INCARNATION, PATIENCE_SECONDS, SECRET, Lender, wait_until
+from tests.network.conftest import HELLO, INCARNATION, PATIENCE_SECONDS, SECRET, Lender
 from tests.support.waiting import wait_until
 from tests.unit.test_protocol import POOL
 from vllm_mc2.errors import MC2Error, PeerUnreachableError

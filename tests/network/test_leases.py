@@ -1,6 +1,6 @@
 """Leases that are claimed and released by message are the same leases."""
 
-from tests.network.conftest import PATIENCE_SECONDS, Connect, Lender, wait_until
+from tests.network.conftest import PATIENCE_SECONDS, Connect, Lender
 from tests.network.relay import Relay
 from tests.support.waiting import wait_until
 from vllm_mc2.leases import LeaseOffer

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.network.conftest import HELLO, PATIENCE_SECONDS, SECRET, SILENCE_SECONDS, Connect, Lender, wait_until
+from tests.network.conftest import HELLO, PATIENCE_SECONDS, SECRET, SILENCE_SECONDS, Connect, Lender
 from tests.network.relay import Relay
 from tests.support.waiting import wait_until
 from vllm_mc2 import protocol

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.ports import own_ports, refusing_port
 from tests.support.waiting import wait_until
-from tests.tensors.rig import WATCHDOG_SECONDS, Pair, accepting, connect, dial, listen, wait_until
+from tests.tensors.rig import WATCHDOG_SECONDS, Pair, accepting, connect, dial, listen
 from vllm_mc2 import MC2Communicator, cli, protocol
 from vllm_mc2.errors import ConfigError, MC2Error, PeerRefusedError, PeerUnreachableError
 from vllm_mc2.protocol import PROTOCOL_VERSION, Introduction, Refusal
