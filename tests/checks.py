@@ -92,7 +92,7 @@ def lanes(everything: bool, scratch: Path) -> list[list[Check]]:
 
     return [
         [pytest("servers", *marked("e2e"), "tests/e2e", "tests/bench")],
-        [pytest("tests", *marked("not e2e"), "-n", str(NUM_WORKERS), "--dist", "loadgroup", "tests")],
+        [pytest("tests", *marked("not e2e"), "-n", str(NUM_WORKERS), "tests")],
         [make(name) for name in ("fmt", "lint", "types", "docs", "native")],
     ]
 
@@ -184,9 +184,7 @@ def slowest(outcomes: Sequence[Outcome]) -> list[tuple[float, str]]:
     for outcome in outcomes:
         if outcome.check.report.exists():
             for case in ET.parse(outcome.check.report).iter("testcase"):
-                # pytest-xdist adds the group behind an "@".
-                name = re.sub(r"@[\w/]+$", "", case.get("name", ""))
-                name = f"{case.get('classname', '').replace('.', '/')}.py::{name}"
+                name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
                 found.append((float(case.get("time", 0)), name))
     return sorted(found, reverse=True)[:NUM_SLOWEST]
 

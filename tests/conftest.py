@@ -1,10 +1,12 @@
 """Fixtures that several kinds of tests share."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -14,8 +16,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 # How long an example takes says something about the machine, which others use too, and nothing about the code.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy machine")
+# Tests of an installed wheel (tests/native) do without hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
+
+
+@pytest.fixture(autouse=True)
+def _no_preloaded_libraries() -> Iterator[None]:
+    """Undo what vLLM does to this process on a CPU: it has all later children preload libraries, sanitized ones too."""
+    before = os.environ.get("LD_PRELOAD")
+    yield
+    if before is None:
+        os.environ.pop("LD_PRELOAD", None)
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +46,14 @@ FOLDERS_WITH_SHARED_FIXTURES = {"isolation", "packaging"}
 """What is built or started once there serves all files of the folder."""
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests, or a folder's, in one of pytest-xdist's processes, so that their fixtures are made once."""
-    folder = item.path.relative_to(ROOT / "tests").parts[0]
-    group = folder if folder in FOLDERS_WITH_SHARED_FIXTURES else item.path.stem
-    item.add_marker(pytest.mark.xdist_group(f"{folder}/{group}"))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.partition("::")[0])
+            return str(path.parent if path.parent.name in FOLDERS_WITH_SHARED_FIXTURES else path)
+
+    return ByFile(config, log)
