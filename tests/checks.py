@@ -27,8 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "logs" / "checks"
-NUM_WORKERS = 3
-"""pytest processes of the tests without servers: one more than cores, since many of them wait."""
+NUM_WORKERS = 4
+"""pytest processes of the tests without servers: more than cores, since many of them wait."""
 NUM_SLOWEST = 15
 ALIVE_SECONDS = 60.0
 STOP_SECONDS = 60.0
@@ -92,7 +92,7 @@ def lanes(everything: bool, scratch: Path) -> list[list[Check]]:
 
     return [
         [pytest("servers", *marked("e2e"), "tests/e2e", "tests/bench")],
-        [pytest("tests", *marked("not e2e"), "-n", str(NUM_WORKERS), "tests")],
+        [pytest("tests", *marked("not e2e"), "-n", str(NUM_WORKERS), "--no-loadscope-reorder", "tests")],
         [make(name) for name in ("fmt", "lint", "types", "docs", "native")],
     ]
 

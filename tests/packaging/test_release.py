@@ -45,6 +45,7 @@ def test_the_search_finds_the_version(line: str, is_one: bool) -> None:
     assert (literals("0.1.0", "x", line) != []) is is_one
 
 
+@pytest.mark.slow
 def test_the_version_is_written_once(release: ModuleType, sdist: Path) -> None:
     """Of all files that are published these have it: where it is made, the changelog's heading, and tags of images."""
     found: list[str] = []
@@ -137,6 +138,7 @@ def test_an_image_of_another_version_is_found(release: ModuleType, project: Path
     assert len(found) == is_other and all("deep/x.yaml" in problem for problem in found)
 
 
+@pytest.mark.slow
 def test_what_was_built_is_all_of_a_release(release: ModuleType, built: list[Path], tmp_path: Path) -> None:
     assert release.problems(ROOT, built[0].parent, None) == []
     (tmp_path / "vllm_mc2-0.0.9.tar.gz").touch()
@@ -149,6 +151,7 @@ def test_what_was_built_is_all_of_a_release(release: ModuleType, built: list[Pat
     ]
 
 
+@pytest.mark.slow
 def test_the_command_fails_where_there_is_a_problem(release: ModuleType, built: list[Path], tmp_path: Path) -> None:
     dist = f"--dist={built[0].parent}"
     assert release.main([dist]) == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tensors.rig import Child, Pair, assert_nothing_left, footprint, prepare_processes
+from tests.tensors.rig import Child, Pair, assert_nothing_left, footprint, pool_mappings, prepare_processes
 from vllm_mc2 import KVCacheManager
 
 
@@ -57,6 +57,13 @@ def make_pair(directory: Path) -> Iterator[Callable[..., Pair]]:
 @pytest.fixture
 def pair(make_pair: Callable[..., Pair]) -> Pair:
     return make_pair()
+
+
+@pytest.fixture
+def own_pool_mappings() -> Callable[[], list[str]]:
+    """What this process has mapped of our pools since the test began: other tests in it may have left some to the collector."""
+    before = set(pool_mappings("self"))
+    return lambda: [line for line in pool_mappings("self") if line not in before]
 
 
 @pytest.fixture

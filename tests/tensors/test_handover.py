@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tensors.rig import SHAPE, Pair, bits, fill, pool_mappings, same, same_layer
+from tests.tensors.rig import SHAPE, Pair, bits, fill, same, same_layer
 from vllm_mc2 import KVCacheManager
 from vllm_mc2.tensors import LayerKV, receiver
 from vllm_mc2.tensors.pools import DTYPES
@@ -218,13 +218,13 @@ def test_a_contiguous_cache_costs_the_same_bytes_whatever_its_size(pair: Pair, m
     assert costs[0] == costs[1] and costs[0][0] < 64
 
 
-def test_decode_has_no_memory_of_its_own_for_it(pair: Pair) -> None:
+def test_decode_has_no_memory_of_its_own_for_it(pair: Pair, own_pool_mappings: Callable[[], list[str]]) -> None:
     """In this process there are two mappings of one file, and nothing else of that size."""
     kv = pair.manager.allocate(0, (32 << 20,), torch.uint8)
     with pair.hand_over("r", {0: kv}) as mapped:
-        inodes = [line.split()[4] for line in pool_mappings("self") if "mc2-kv-pool" in line]
+        inodes = [line.split()[4] for line in own_pool_mappings() if "mc2-kv-pool" in line]
         assert len(set(inodes)) == 1
-        permissions = {line.split()[1] for line in pool_mappings("self") if "mc2-kv-pool" in line}
+        permissions = {line.split()[1] for line in own_pool_mappings() if "mc2-kv-pool" in line}
         assert permissions == {"rw-s", "r--s"}
         assert torch.equal(bits(mapped.layers[0].key), bits(kv.key))
 

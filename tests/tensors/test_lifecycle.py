@@ -9,7 +9,6 @@ from tests.support.waiting import wait_until
 from tests.tensors.rig import (
     WATCHDOG_SECONDS,
     Pair,
-    pool_mappings,
     same_layer,
 )
 from vllm_mc2 import KVCacheMapper
@@ -168,7 +167,9 @@ def test_prefill_ends_after_it_was_mapped(pair: Pair) -> None:
     mapped.release()
 
 
-def test_a_prefill_that_has_ended_leaves_no_memory_at_decode(pair: Pair) -> None:
+def test_a_prefill_that_has_ended_leaves_no_memory_at_decode(
+    pair: Pair, own_pool_mappings: Callable[[], list[str]]
+) -> None:
     """A decode outlives many prefills; what it keeps of them is what is still in use."""
     pair.layer()
     mapped = pair.hand_over("r", [1])
@@ -176,11 +177,11 @@ def test_a_prefill_that_has_ended_leaves_no_memory_at_decode(pair: Pair) -> None
     pair.manager.close()
     with pytest.raises(PeerUnreachableError):
         pair.decode.recv_kv_metadata(WATCHDOG_SECONDS)
-    assert len(pool_mappings("self")) > 0
+    assert len(own_pool_mappings()) > 0
     mapped.release()
     del mapped
     gc.collect()
-    assert pool_mappings("self") == []
+    assert own_pool_mappings() == []
 
 
 def test_every_slot_taken_and_free_again(make_pair: MakePair) -> None:

@@ -21,7 +21,6 @@ from tests.tensors.rig import (
     dial,
     fill,
     listen,
-    pool_mappings,
     private_bytes,
     same_layer,
 )
@@ -101,7 +100,9 @@ def test_prefill_is_killed_before_its_request_is_mapped(spawn: Spawn, directory:
 
 
 @pytest.mark.parametrize("how", ["killed", "left", "closed"])
-def test_prefill_ends_after_its_request_was_mapped(spawn: Spawn, directory: Path, how: str) -> None:
+def test_prefill_ends_after_its_request_was_mapped(
+    spawn: Spawn, directory: Path, how: str, own_pool_mappings: Callable[[], list[str]]
+) -> None:
     """Nobody writes to it any more, and the pages live as long as decode maps them."""
     with listen(directory) as decode:
         prefill = start_prefill(spawn, decode, directory, 3)
@@ -120,7 +121,7 @@ def test_prefill_ends_after_its_request_was_mapped(spawn: Spawn, directory: Path
         assert mapped.block_ids.tolist() == [1, 2]
         mapped.release()
         del mapped
-        assert pool_mappings("self") == []
+        assert own_pool_mappings() == []
     assert sweep_stale_sockets(directory) == (0 if how == "closed" else 1)
 
 

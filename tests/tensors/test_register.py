@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tensors.rig import SHAPE, Pair, pool_mappings, same, same_layer
+from tests.tensors.rig import SHAPE, Pair, same, same_layer
 from vllm_mc2 import KVCacheManager
 from vllm_mc2.errors import LayoutError, UsageError
 from vllm_mc2.tensors import CopiedIntoPoolWarning, LayerKV
@@ -315,14 +315,16 @@ def test_a_closed_manager_forgets_but_what_is_mapped_stays(pair: Pair) -> None:
     mapped.release()
 
 
-def test_the_memory_goes_with_the_manager_and_the_tensors(directory: Any) -> None:
+def test_the_memory_goes_with_the_manager_and_the_tensors(
+    directory: Any, own_pool_mappings: Callable[[], list[str]]
+) -> None:
     manager = KVCacheManager()
     kv = manager.allocate(0, SHAPE, torch.float32)
-    assert len(pool_mappings("self")) >= 1
+    assert len(own_pool_mappings()) >= 1
     manager.close()
     assert not kv.key.any()  # still there
     del kv
-    assert pool_mappings("self") == []
+    assert own_pool_mappings() == []
 
 
 def test_a_decode_may_allocate_but_not_send(pair: Pair) -> None:
