@@ -7,6 +7,7 @@ decode say to each other. Needs the right to make network namespaces and links, 
         ...
 """
 
+import ipaddress
 import os
 import secrets
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 ADMIN_NET = "10.231"
+"""Two networks of four addresses for each process that makes hosts, so that two may do so at the same time."""
 DATA = ("10.232.0.1", "10.232.0.2")
 
 
@@ -25,7 +27,10 @@ class Host:
     def __init__(self, name: str, index: int, directory: Path) -> None:
         self.name = name
         self._directory = directory
-        self.admin, self.data = f"{ADMIN_NET}.{index}.2", DATA[index - 1]
+        number = os.getpid() % 8192 * 2 + index - 1
+        network = ipaddress.ip_network(f"{ADMIN_NET}.{number // 64}.{number % 64 * 4}/30")
+        self._here, self.admin = map(str, network.hosts())
+        self.data = DATA[index - 1]
         self._process = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
         try:
             self._connect(index)
@@ -43,7 +48,7 @@ class Host:
             time.sleep(0.01)
         link = f"mc2-{os.getpid() % 100_000}-{index}"
         run("ip", "link", "add", link, "type", "veth", "peer", "name", "admin", "netns", str(self.pid))
-        run("ip", "addr", "add", f"{ADMIN_NET}.{index}.1/30", "dev", link)
+        run("ip", "addr", "add", f"{self._here}/30", "dev", link)
         run("ip", "link", "set", link, "up")
         self.run("ip", "addr", "add", f"{self.admin}/30", "dev", "admin")
         for device in ("lo", "admin"):

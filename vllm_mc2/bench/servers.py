@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -51,6 +52,7 @@ STOP_SECONDS = 20.0
 ORPHAN_SECONDS = 10.0
 PAUSE_SECONDS = 10.0
 POLL_SECONDS = 0.2
+NUM_PORTS = 12_000
 LOG_TAIL_LINES = 40
 
 
@@ -272,12 +274,22 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
+    """Return `count` different ports that are free now.
+
+    They lie below those that the kernel gives to connections: a server listens only half a minute after its port was chosen.
+    """
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    candidates = range(max(1024, first_ephemeral - NUM_PORTS), max(1024 + NUM_PORTS, first_ephemeral))
+    ports: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for port in random.sample(candidates, len(candidates)):
+            if len(ports) == count:
+                break
+            sock = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                sock.bind((HOST, port))
+                ports.append(port)
+    return ports
 
 
 def kv_transfer_config(
