@@ -44,16 +44,20 @@ def tiny_model() -> Path:
 
 FOLDERS_WITH_SHARED_FIXTURES = {"isolation", "packaging"}
 """What is built or started once there serves all files of the folder."""
+FOLDERS_OF_SINGLE_TESTS = {"connector", "network"}
+"""Nothing is shared there, and many tests wait for a time limit: the more at once the better."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests, or a folder's, in one of pytest-xdist's processes, so that their fixtures are made once."""
+    """Keep tests that share fixtures in one of pytest-xdist's processes: those of a folder, or of a file, or each alone."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class BySharedFixtures(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.partition("::")[0])
+            if path.parent.name in FOLDERS_OF_SINGLE_TESTS:
+                return nodeid
             return str(path.parent if path.parent.name in FOLDERS_WITH_SHARED_FIXTURES else path)
 
-    return ByFile(config, log)
+    return BySharedFixtures(config, log)

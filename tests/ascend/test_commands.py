@@ -11,7 +11,7 @@ import pytest
 
 from tests.ascend.environment import ROOT, NpuEnvironment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 
 def run(environment: dict[str, str] | None, *arguments: str) -> subprocess.CompletedProcess[str]:

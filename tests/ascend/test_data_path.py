@@ -23,7 +23,6 @@ from vllm_mc2.cli.inspect import look
 
 assert old_vllm, "a fixture"
 
-pytestmark = pytest.mark.timeout(600)
 
 MakeFleet = Callable[..., Fleet]
 

@@ -7,8 +7,6 @@ import pytest
 
 from tests.ascend.environment import NpuEnvironment
 
-pytestmark = pytest.mark.timeout(300)  # two processes import torch and torch_npu
-
 TENSORS = """
 import sys, torch, torch_npu
 from multiprocessing.reduction import ForkingPickler

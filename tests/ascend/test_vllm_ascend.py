@@ -17,7 +17,7 @@ from tests.packaging.test_old_vllm import old_vllm
 assert old_vllm, "a fixture"
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 128
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # imports all of vLLM three times, in children
+pytestmark = [pytest.mark.slow]  # imports all of vLLM three times, in children
 
 
 def run_child(old_vllm: Path, *arguments: str, variables: dict[str, str] | None = None) -> dict[str, Any]:

@@ -231,7 +231,6 @@ def test_a_small_real_run(tiny_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_an_interrupted_run_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     with bench(tiny_model, tmp_path) as running:
         try:

@@ -158,7 +158,6 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
     assert child.returncode == 0
 
 
-@pytest.mark.timeout(300)
 def test_figures_of_a_benchmark_on_standard_output(tmp_path: Path) -> None:
     tmp = tmp_path / "tmp"
     tmp.mkdir()

@@ -151,7 +151,6 @@ def test_nobody_and_silence(
     assert found["state"] == "fail" and "no-such-host.invalid" in str(found["detail"])
 
 
-@pytest.mark.timeout(300)  # may be the first to import vLLM
 def test_a_real_prefill(make_engine: MakeEngine, secret_file: str) -> None:
     extra = {"tcp_address": "127.0.0.1", "tcp_secret_file": secret_file}
     engine = make_engine("kv_producer", extra=extra)

@@ -553,7 +553,6 @@ def test_inspect_shows_where_the_other_host_is(producer: RigEngine, consumer: Ri
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
 @pytest.mark.parametrize("address", ["::1", "localhost"])
 def test_ipv6_and_names(address: str) -> None:
     """In a process of its own, since Mooncake speaks one version of IP in each."""

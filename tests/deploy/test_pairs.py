@@ -10,7 +10,6 @@ from tests.deploy import checks, pair
 from tests.deploy.places import COMPOSE, DEPLOY, DOCKERFILE, broken
 
 # vLLM's parser is imported by the first of them, which takes long when the machine has other things to do.
-pytestmark = pytest.mark.timeout(300)
 
 ONE = "kubernetes/one-pod/deployment.yaml"
 PREFILL, DECODE, PROXY = (f"kubernetes/two-pods/{role}.yaml" for role in pair.ROLES)

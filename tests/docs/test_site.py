@@ -18,7 +18,6 @@ FETCHED = {
     ("source", "srcset"), ("object", "data"), ("embed", "src"), ("video", "src"), ("audio", "src"), ("track", "src"),
     ("use", "href"), ("image", "href"),
 }  # fmt: skip
-pytestmark = pytest.mark.timeout(300)  # some build a site
 
 DOCS_LINE = re.compile(r"^(WARNING|ERROR|CRITICAL)", re.MULTILINE)
 

@@ -13,7 +13,7 @@ from tests.ascend.vllm_ascend_source import source
 from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
 from tests.support.ports import own_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from examples.pair import Server, kv_transfer_config
 from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
 from tests.support.servers import ready, vllm_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.e2e.conftest import Rig, processes_named, prompt_of
 from tests.support.waiting import wait_until
 from vllm_mc2.channel import peer_credentials
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 MAPS_LINE = re.compile(r"^(\S+)-(\S+) (\S+) \S+ (\S+) (\d+)\s+/memfd:mc2-kv-pool")
 

@@ -16,7 +16,7 @@ from tests.e2e.test_in_place import pool_mappings, worker_of
 from tests.support.ports import own_ports
 from tests.support.servers import vllm_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 PROMPT = prompt_of(600, seed=71)
 OTHER = prompt_of(700, seed=72)

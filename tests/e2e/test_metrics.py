@@ -13,7 +13,7 @@ from examples.pair import Server, kv_transfer_config
 from tests.e2e.conftest import LOG_DIR, Rig, processes_named, prompt_of
 from tests.support.servers import ready, vllm_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 PROMPT = prompt_of(600, seed=311)
 

@@ -17,7 +17,7 @@ from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
 from tests.network.conftest import needs_mooncake
 from tests.support.servers import ready, vllm_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), needs_mooncake]
+pytestmark = [pytest.mark.e2e, needs_mooncake]
 
 TIMEOUT_SECONDS = 2.0
 LONG = 1500

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.conftest import Answer, Rig, prompt_of
 from tests.e2e.test_tokens import assert_same
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 BLOCK = 128
 BLOCK_BYTES = 128 * 1024

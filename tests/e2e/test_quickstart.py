@@ -21,7 +21,7 @@ from tests.docs.test_commands import shell
 from tests.e2e.conftest import LOG_DIR
 from tests.support.ports import own_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE = "docs/quickstart/host.md"
 THIS = "tests/e2e/test_quickstart.py::test_the_quickstart_for_one_host"

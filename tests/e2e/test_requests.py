@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.conftest import Rig, prompt_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 PROMPT = prompt_of(500, seed=1)
 

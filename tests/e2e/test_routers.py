@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.conftest import LOG_DIR, MAX_TOKENS, Rig, prompt_of
 from tests.proxy.recipes import TESTED_HERE, running
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MESSAGES = [{"role": "user", "content": "Why is the sky blue? " * 30}]
 LENGTHS = (1, 3, 128, 200, 1000, 1500)

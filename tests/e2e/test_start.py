@@ -8,7 +8,7 @@ from examples.pair import ServerError, kv_transfer_config
 from tests.e2e.conftest import LOG_DIR
 from tests.support.servers import vllm_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 
 def test_a_wrong_key_is_named(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.conftest import Answer, Rig, footprint, prompt_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e]
 
 BLOCK = 128
 LENGTHS = [1, 2, 127, 128, 129, 255, 256, 257, 1500]

@@ -10,8 +10,6 @@ from tests.fuzz import native
 from tests.fuzz.campaign import ROOT, python_command, run_target
 from tests.fuzz.catalogue import NAMES
 
-pytestmark = pytest.mark.timeout(600)  # one of them builds, and others wait for that
-
 RUNS = {"mailbox": 4_000, "config": 4_000, "foreign": 4_000}
 FEW = 10_000
 SEED = 7

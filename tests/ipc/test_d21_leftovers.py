@@ -42,8 +42,6 @@ time.sleep(600)
 """
 MEMFD = re.compile(r"/memfd:mc2")
 
-pytestmark = pytest.mark.timeout(300)  # fifty interpreters start
-
 
 @pytest.fixture
 def group() -> Iterator[Path | None]:

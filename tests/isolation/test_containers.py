@@ -13,9 +13,6 @@ from tests.isolation.conftest import Cell, StartEngine
 from tests.support.fake_model import expected_tokens, prompt_of_family
 from vllm_mc2.cli.inspect import look
 
-pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
-
-
 PROMPT, OTHER = prompt_of_family(1, 70), prompt_of_family(2, 70)
 LONG = 400
 """Tokens to generate by a request that is to be caught in the middle."""

@@ -3,12 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.isolation.conftest import Cell, StartEngine
 from tests.support.fake_model import prompt_of_family
-
-pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
 PROMPT = prompt_of_family(1, 70)
 HARMLESS = {"ids beside the ticket", "a long host"}

@@ -4,12 +4,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.isolation.conftest import Cell, StartEngine
 from tests.support.fake_model import expected_tokens, prompt_of_family
-
-pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
 
 PROMPT, OTHER = prompt_of_family(1, 70), prompt_of_family(2, 70)
 LONG = 400

@@ -35,9 +35,6 @@ from vllm_mc2.network.transport import why_no_mooncake
 from vllm_mc2.protocol import PROTOCOL_VERSION, InspectHello, SchedulerHello, SchedulerWelcome, WorkerHello
 from vllm_mc2.session import open_session
 
-pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
-
-
 PROMPT = prompt_of_family(1, 70)
 
 

@@ -16,8 +16,6 @@ import pytest
 
 from tests.isolation.conftest import ROOT, StartEngine
 
-pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
-
 MIB = 1 << 20
 CHILD = f"""
 import ctypes, os, resource, sys

@@ -18,8 +18,6 @@ from tests.support.fake_model import prompt_of_family
 from vllm_mc2 import protocol
 from vllm_mc2.protocol import PROTOCOL_VERSION, InspectHello, SchedulerHello, WorkerHello
 
-pytestmark = pytest.mark.timeout(420)  # the first test waits until vLLM is imported
-
 PROMPT = prompt_of_family(1, 70)
 OURS, THEIRS, NOBODY = 100_000, 200_000, 65_534
 """Users of the host."""

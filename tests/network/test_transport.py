@@ -84,7 +84,6 @@ def test_nobody_there(transport: MooncakeTransport) -> None:
             reader.read(pieces(own, own))
 
 
-@pytest.mark.timeout(300)
 def test_a_process_speaks_one_ip_version() -> None:
     """In a process of its own, since Mooncake decides once."""
     code = """

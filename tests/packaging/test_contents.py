@@ -15,7 +15,7 @@ import pytest
 
 from tests.packaging.conftest import ROOT, WORK
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 TOOLS = WORK / "tools"
 
 

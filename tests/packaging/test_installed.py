@@ -10,7 +10,7 @@ import pytest
 from tests.packaging import installed
 from tests.packaging.conftest import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 PART = [f"tests/{name}" for name in ("native", "unit/test_config.py", "unit/test_layout.py", "unit/test_protocol.py")]
 
 

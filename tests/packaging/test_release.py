@@ -15,7 +15,6 @@ import pytest
 import vllm_mc2
 from tests.packaging.conftest import ROOT
 
-pytestmark = pytest.mark.timeout(600)
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from tests.packaging.conftest import ROOT, TAG, WORK
 
 MODULE = "vllm_mc2/_native.abi3.so"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 # Of Debian 12: what Python and the module need on AArch64.
 FOREIGN = (

@@ -5,14 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.ports import own_ports
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "tensor-api.md").read_text()
 
 
-@pytest.mark.timeout(300)
 def test_the_two_programs_in_the_documentation_run_as_written(tmp_path: Path) -> None:
     with own_ports(1) as (port,):
         run_both(tmp_path, port)

@@ -8,7 +8,6 @@ from array import array
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from examples import tensor_api
@@ -29,7 +28,6 @@ def run(command: list[str], cwd: Path, temporary: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(300)
 def test_it_ends_well_and_says_so(directory: Path) -> None:
     """Run as a module; it starts its other half as a script."""
     output = run([sys.executable, "-W", "error", "-m", "examples.tensor_api"], ROOT, directory)

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
-
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "examples" / "grafana" / "vllm-mc2.json"
 ALERTS = ROOT / "examples" / "grafana" / "alerts.yml"
