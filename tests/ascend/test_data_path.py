@@ -159,11 +159,11 @@ def test_prefill_stops_first_and_decode_unmaps_before_it_ends(make_fleet: MakeFl
     assert_closes_clean(consumer, successor)
 
 
-COPY_US = 3_000_000
+COPY_US = 10_000_000
 
 
 def begin_slow_copy(producer: EngineProcess, consumer: EngineProcess, prompt: list[int], socket_dir: Path) -> None:
-    """The peer is mapped already, so the copies, of three seconds each, are under way a moment after the claim."""
+    """The peer is mapped already, so the copies, of ten seconds each, are under way a moment after the claim."""
     hand_over(producer, consumer, "warm", prompt_of(5))
     ticket = prefill(producer, "r", prompt)
     consumer.call("slow", COPY_US)
