@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from examples.demo import table
 from tests.docs.pages import ROOT, blocks
 
@@ -13,7 +11,6 @@ def titles(text: str) -> list[str]:
     return re.split(r"\s{2,}", text.strip().splitlines()[0].strip())
 
 
-@pytest.mark.xfail(reason="README.md shows a run from before the column of copied bytes; wants one of today")
 def test_readme_shows_the_columns_that_the_demo_prints() -> None:
     (shown,) = [block.body for block in blocks(ROOT / "README.md") if re.match(r"request\s", block.body)]
     assert titles(shown) == titles(table([]))
