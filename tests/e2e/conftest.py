@@ -1,5 +1,6 @@
 """Real vLLM servers, started once for all tests: prefill, decode, proxy, a plain server to compare with, and a small decode."""
 
+import functools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import pytest
 
 from examples import pair
 from examples.pair import Server, kv_transfer_config, proxy_server
+from tests.support import waiting
 from tests.support.locking import own_folder
 from tests.support.ports import own_ports
 from tests.support.servers import vllm_server
@@ -24,6 +26,8 @@ from vllm_mc2.bench import servers as bench_servers
 
 LOG_DIR = own_folder(Path(__file__).resolve().parents[2] / "build" / "logs" / "e2e")
 VOCABULARY = 49_000
+wait_until = functools.partial(waiting.wait_until, timeout_seconds=60.0, poll_seconds=0.1)
+"""A poll asks a server, which has better things to do."""
 MAX_TOKENS = 12
 
 

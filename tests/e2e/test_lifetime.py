@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from examples.pair import Server, kv_transfer_config
-from tests.e2e.conftest import LOG_DIR, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, Rig, prompt_of, wait_until
 from tests.e2e.test_in_place import pool_mappings, worker_of
 from tests.support.ports import own_ports
 from tests.support.servers import vllm_server
@@ -22,13 +21,6 @@ PROMPT = prompt_of(600, seed=71)
 OTHER = prompt_of(700, seed=72)
 LONG = 400
 """Tokens: a decode of a few seconds, so that something can happen in the middle of it."""
-
-
-def wait_until(what: Callable[[], object], timeout_seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not what():
-        assert time.monotonic() < deadline, "watchdog"
-        time.sleep(0.05)
 
 
 def with_engine_id(config: str, engine_id: str) -> str:

@@ -4,25 +4,18 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from examples.pair import Server, kv_transfer_config
-from tests.e2e.conftest import LOG_DIR, Rig, processes_named, prompt_of
+from tests.e2e.conftest import LOG_DIR, Rig, processes_named, prompt_of, wait_until
 from tests.support.servers import ready, vllm_server
 
 pytestmark = [pytest.mark.e2e]
 
 PROMPT = prompt_of(600, seed=311)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def leases(rig: Rig, server: Server) -> float:

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 
 from examples.hosts import TwoHosts
 from examples.pair import Server, kv_transfer_config
-from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, Answer, Rig, prompt_of, wait_until
 from tests.network.conftest import needs_mooncake
 from tests.support.servers import ready, vllm_server
 
@@ -40,12 +40,6 @@ class FarPair:
         assert answer.tokens == expected.tokens
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
         return answer
-
-    def wait_until(self, what: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not what():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
     def is_clean(self) -> bool:
         """No block is in use on either side, and every lease has ended."""
@@ -85,7 +79,7 @@ def test_right_tokens_from_another_host(far: FarPair, length: int) -> None:
     report = far.hand_over(prompt_of(length, seed=9500 + length)).report
     assert (report["way"], report["reason"]) == ("pull", "other_host")
     assert report["kv_bytes_copied"] == -(-(length - 1) // 128) * 128 * 1024
-    far.wait_until(far.is_clean)
+    wait_until(far.is_clean)
 
 
 @pytest.mark.slow
@@ -97,7 +91,7 @@ def test_eight_at_once_from_another_host(far: FarPair) -> None:
         tickets = list(pool.map(lambda prompt: far.rig.ticket(prompt, far.prefill), prompts))
         answers = list(pool.map(far.hand_over, prompts, tickets))
     assert {answer.report["way"] for answer in answers} == {"pull"}
-    far.wait_until(far.is_clean)
+    wait_until(far.is_clean)
 
 
 def test_the_ticket_names_an_address_and_no_secret(far: FarPair) -> None:
@@ -117,7 +111,7 @@ def test_a_cable_that_is_cut_before_the_first_word(far: FarPair) -> None:
     try:
         # The session of earlier tests must be over, so that a new one is tried.
         time.sleep(2 * TIMEOUT_SECONDS)
-        far.wait_until(lambda: far.rig.complete(far.decode.url, [11, 12], 2) is not None)
+        wait_until(lambda: far.rig.complete(far.decode.url, [11, 12], 2) is not None)
         report = far.hand_over(prompt, ticket).report
         assert report["way"] == "recompute"
         assert report["reason"] in {"handshake_timeout", "peer_unreachable"}
@@ -126,7 +120,7 @@ def test_a_cable_that_is_cut_before_the_first_word(far: FarPair) -> None:
     assert far.hand_over(prompt_of(300, seed=9602)).report["way"] == "pull"
     # The ticket of before the cut was never claimed, and is good until its offer ends.
     assert far.hand_over([*prompt, 7], ticket).report["way"] == "pull"
-    far.wait_until(far.is_clean)
+    wait_until(far.is_clean)
 
 
 @pytest.mark.slow
@@ -156,7 +150,7 @@ def test_a_cable_that_is_cut_while_blocks_are_read(far: FarPair) -> None:
         thread = threading.Thread(target=lambda: answers.append(far.hand_over(prompt, ticket)))
         thread.start()
         # The claim has been answered; what is read then takes seconds at this speed.
-        far.wait_until(lambda: far.rig.metric(far.prefill, "vllm:mc2_leases", state="held") == 1)
+        wait_until(lambda: far.rig.metric(far.prefill, "vllm:mc2_leases", state="held") == 1)
         far.hosts.cut()
         short = prompt_of(60, seed=9607)
         assert far.rig.complete(far.decode.url, short).tokens == far.rig.expected(short).tokens
@@ -166,9 +160,9 @@ def test_a_cable_that_is_cut_while_blocks_are_read(far: FarPair) -> None:
         far.hosts.slow_down(0)
     (answer,) = answers
     assert (answer.report["way"], answer.report["reason"]) == ("recompute", "pull_failed")
-    far.wait_until(far.is_clean)
+    wait_until(far.is_clean)
     assert far.hand_over(prompt_of(LONG, seed=9608)).report["way"] == "pull"
-    far.wait_until(far.is_clean)
+    wait_until(far.is_clean)
 
 
 @pytest.mark.slow

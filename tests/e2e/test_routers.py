@@ -5,16 +5,15 @@ that no package index has. What its source says that it sends is sent here in it
 """
 
 import json
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import LOG_DIR, MAX_TOKENS, Rig, prompt_of
+from tests.e2e.conftest import LOG_DIR, MAX_TOKENS, Rig, prompt_of, wait_until
 from tests.proxy.recipes import TESTED_HERE, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -57,13 +56,6 @@ def stream_of(rig: Rig, url: str, path: str, body: dict[str, Any]) -> list[dict[
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     return [chunk for line in lines[:-1] if (chunk := json.loads(line))["choices"]]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
 
 
 def test_completions(rig: Rig, router: str) -> None:
@@ -165,7 +157,7 @@ def test_a_router_killed_in_the_middle_of_a_stream(rig: Rig, heading: str) -> No
             for _ in range(10):
                 next(lines)
             server.kill()
-    wait_for(lambda: not rig.metric(rig.decode, "vllm:num_requests_running"))
+    wait_until(lambda: not rig.metric(rig.decode, "vllm:num_requests_running"), timeout_seconds=WAIT_SECONDS)
     attached.assert_all(1)
 
 
@@ -186,7 +178,7 @@ def test_several_answers_to_one_prompt(rig: Rig) -> None:
         rig.tick()
         return rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="expired") > expired
 
-    wait_for(has_expired)
+    wait_until(has_expired, timeout_seconds=WAIT_SECONDS)
     assert rig.metric(rig.prefill, "vllm:mc2_leases_ended_total", reason="expired") == expired + 1
     attached.assert_all(2)
 

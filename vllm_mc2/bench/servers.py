@@ -65,7 +65,7 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the server's first process, which leads its session."""
         ...
 
     @property
